@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tilewise.tools.report.drawing import Series, axis, bars, lines, log_axis
-from tilewise.tools.report.page import Figure, Page, Section, Table
+from tilewise.tools.report.page import Figure, Page, Section, TextTable
 from tilewise.tools.report.words import quantity
 
 Value = str | int | float | None
@@ -68,7 +68,7 @@ class StudyTable(NamedTuple):
     def section(self) -> Section:
         """Its part of a page."""
         drawn = (self._figure(chart, i) for i, chart in enumerate(self.charts))
-        table = Table(tuple(self.units), tuple(map(tuple, self.texts())))
+        table = TextTable(tuple(self.units), tuple(map(tuple, self.texts())))
         return Section(self.name, self.title, self.about, (*drawn, *self.figures), table)
 
     def _figure(self, chart: Chart, number: int) -> Figure:

@@ -194,7 +194,7 @@ def real_number(name: str, value: Any) -> float:
 
 
 def listed(name: str, values: Any, what: str) -> list[Any]:
-    """What an iterable has; a text is none.
+    """Return the list of an iterable's entries; a text is no iterable.
 
     Raises:
         ValueError: "blocks (8) must be a list of (start, end)".
@@ -205,7 +205,7 @@ def listed(name: str, values: Any, what: str) -> list[Any]:
 
 
 def whole_numbers(name: str, values: Any) -> NDArray[np.int64]:
-    """What a list, array or tensor (on any device) of whole numbers has, in one dimension.
+    """Return the entries of a list, array or tensor (on any device) of whole numbers, int64 [n].
 
     Raises:
         ValueError: "positions ([0.5]) must be a list of whole numbers".

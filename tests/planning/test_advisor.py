@@ -13,7 +13,7 @@ from torch import nn
 
 import tilewise as tw
 from benchmarks.advice import CLUSTERS, MODELS
-from tilewise.planning.advisor import LIBRARIES, Split, advise, legal
+from tilewise.planning.advisor import LIBRARIES, DeviceSplit, advise, legal
 from tilewise.planning.model_attention import ModelAttention, read_model
 
 RANKS = (2, 4, 8, 32, 128)
@@ -27,7 +27,7 @@ def config(name: str) -> dict[str, Any]:
     return json.loads((MODELS / f"{name}.json").read_text())
 
 
-def splits(library: str) -> Iterator[tuple[str, str, Split, str]]:
+def splits(library: str) -> Iterator[tuple[str, str, DeviceSplit, str]]:
     """Every setting that is said to be legal for the models of the page on these ranks."""
     for name in NAMES:
         for ranks in RANKS:
@@ -35,7 +35,7 @@ def splits(library: str) -> Iterator[tuple[str, str, Split, str]]:
                 LIBRARIES[library], read_model(MODELS / f"{name}.json"), ranks
             ):
                 multiple = scheme.multiple(ranks)
-                split = Split(ranks, degree, 128 // ranks, -(-100_001 // multiple) * multiple)
+                split = DeviceSplit(ranks, degree, 128 // ranks, -(-100_001 // multiple) * multiple)
                 yield name, scheme.name, split, scheme.flags(split)
 
 
@@ -93,7 +93,7 @@ def test_accelerate_takes_every_setting_and_refuses_what_is_said_to_be_refused()
     assert "mistral-7b-v0.1: cp allgather" not in taken and "llama-3.1-8b: cp alltoall" in taken
 
 
-def _head_tail(split: Split) -> None:
+def _head_tail(split: DeviceSplit) -> None:
     """Refuse lengths that torch's own head-tail balancer refuses."""
     balancers = pytest.importorskip(
         "torch.distributed.tensor.experimental._context_parallel._load_balancer"

@@ -120,7 +120,9 @@ def _is_striped(k: Runs, num_tokens: int) -> bool:
     )
 
 
-def _count_residues(pieces: Pieces, q: Runs, k: Runs, num_keys: int, counts: CellCounts) -> None:
+def _count_residues(
+    pieces: StripPieces, q: Runs, k: Runs, num_keys: int, counts: CellCounts
+) -> None:
     """Count areas only, on striped keys: rank r holds the keys of residue r mod n.
 
     Of w neighbouring keys, w // n have each residue, and the w mod n residues from the first key's
@@ -174,7 +176,7 @@ class Runs(NamedTuple):
     offset: Array
 
 
-class Pieces(NamedTuple):
+class StripPieces(NamedTuple):
     """Strips within query runs: rows [first, first + rows) of a run, lines over the run's rows."""
 
     lines: tuple[Array, Array, Array, Array]
@@ -182,9 +184,9 @@ class Pieces(NamedTuple):
     rows: Array
     run: Array
 
-    def take(self, index: Array | NDArray[np.bool_] | slice) -> Pieces:
+    def take(self, index: Array | NDArray[np.bool_] | slice) -> StripPieces:
         lo, lo_slope, hi, hi_slope = (line[index] for line in self.lines)
-        return Pieces(
+        return StripPieces(
             (lo, lo_slope, hi, hi_slope), self.first[index], self.rows[index], self.run[index]
         )
 
@@ -225,7 +227,7 @@ def rows_of(runs: Runs) -> Runs:
     return Runs(start[order], one, one, runs.shard[index][order], (runs.offset[index] + i)[order])
 
 
-def pieces_of(strips: Strips, q: Runs) -> Pieces:
+def pieces_of(strips: Strips, q: Runs) -> StripPieces:
     """Cut every strip at the runs of queries that it meets."""
     index, run = overlaps(strips.q0, strips.q1, q.start, q.start + (q.size - 1) * q.stride + 1)
     strips = strips.take(index)
@@ -233,16 +235,18 @@ def pieces_of(strips: Strips, q: Runs) -> Pieces:
     first = np.maximum(-((start - strips.q0) // stride), 0)
     count = np.minimum(-((start - strips.q1) // stride), q.size[run]) - first
     lo, hi = strips.lo + strips.lo_slope * start, strips.hi + strips.hi_slope * start
-    pieces = Pieces((lo, strips.lo_slope, hi, strips.hi_slope), first, count, run)
+    pieces = StripPieces((lo, strips.lo_slope, hi, strips.hi_slope), first, count, run)
     return pieces.take(count > 0)
 
 
-def parts(pieces: Pieces, size: int) -> list[Pieces]:
+def parts(pieces: StripPieces, size: int) -> list[StripPieces]:
     """The pieces in groups of at most size."""
     return [pieces.take(slice(a, a + size)) for a in range(0, len(pieces.run), size)]
 
 
-def join(pieces: Pieces, q: Runs, k: Runs, pairs: tuple[Array, Array], counts: CellCounts) -> None:
+def join(
+    pieces: StripPieces, q: Runs, k: Runs, pairs: tuple[Array, Array], counts: CellCounts
+) -> None:
     """Count piece pairs[0][n] against key run pairs[1][n], for every n."""
     index, run = pairs
     lines, first, rows, q_run = pieces.take(index)
@@ -270,7 +274,7 @@ def join(pieces: Pieces, q: Runs, k: Runs, pairs: tuple[Array, Array], counts: C
     counts.add(1, pair, k.offset[run] + k_start, k.offset[run] + k_stop)
 
 
-def join_blocks(pieces: Pieces, q: Runs, k: Runs, counts: CellCounts) -> None:
+def join_blocks(pieces: StripPieces, q: Runs, k: Runs, counts: CellCounts) -> None:
     """Count pieces against runs of neighbouring keys.
 
     Runs that a line crosses are counted one by one. Runs between the lines, whose keys are all seen

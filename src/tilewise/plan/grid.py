@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 
-class Row(Protocol):
+class GridRow(Protocol):
     """A step, as the grid sees it."""
 
     def cells(self) -> list[str]: ...
@@ -27,7 +27,9 @@ REACH = 3
 """Steps and ranks that a marked grid shows on each side of its cell."""
 
 
-def marked_grid(steps: Sequence[Row], world_size: int, step: int | None, rank: int | None) -> str:
+def marked_grid(
+    steps: Sequence[GridRow], world_size: int, step: int | None, rank: int | None
+) -> str:
     """The part of a grid around a step and a rank, with their cell marked."""
     middle = 0 if rank is None else rank
     last = len(steps) if step is None else step + REACH

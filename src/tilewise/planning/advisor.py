@@ -37,7 +37,7 @@ AS_GOOD = 1.01
 """A setting whose time is at most this multiple of the best plan's is called as good."""
 
 
-class Split(NamedTuple):
+class DeviceSplit(NamedTuple):
     """Devices that share one sequence.
 
     Attributes:
@@ -79,7 +79,7 @@ class Scheme(NamedTuple):
     name: str
     degrees: Callable[[int], Sequence[int]]
     plan: Callable[[int, int], Plan]
-    flags: Callable[[Split], str]
+    flags: Callable[[DeviceSplit], str]
     multiple: Callable[[int], int]
     rules: tuple[Rule, ...] = ()
 
@@ -127,8 +127,8 @@ def _each(ranks: int) -> int:
     return ranks
 
 
-def _megatron(scheme: str) -> Callable[[Split], str]:
-    def flags(split: Split) -> str:
+def _megatron(scheme: str) -> Callable[[DeviceSplit], str]:
+    def flags(split: DeviceSplit) -> str:
         levels = f" --hierarchical-context-parallel-sizes {split.degree} "
         levels += str(split.ranks // split.degree)
         return (
@@ -139,7 +139,7 @@ def _megatron(scheme: str) -> Callable[[Split], str]:
     return flags
 
 
-def _torchtitan(split: Split) -> str:
+def _torchtitan(split: DeviceSplit) -> str:
     return (
         f"--parallelism.context_parallel_degree {split.ranks} "
         "--parallelism.context_parallel_load_balancer ptrr "
@@ -147,8 +147,8 @@ def _torchtitan(split: Split) -> str:
     )
 
 
-def _accelerate(words: str) -> Callable[[Split], str]:
-    def flags(split: Split) -> str:
+def _accelerate(words: str) -> Callable[[DeviceSplit], str]:
+    def flags(split: DeviceSplit) -> str:
         return f"ParallelismConfig({words.format(split.ranks)}, dp_shard_size={split.groups})"
 
     return flags
@@ -304,7 +304,7 @@ class Setting(NamedTuple):
     options: str
     plan: str
     save: str
-    split: Split
+    split: DeviceSplit
     cost: Cost
 
     @property
@@ -376,7 +376,7 @@ def advise(
             "sequence each"
         )
     layers = model.workloads(num_tokens)
-    splits = (Split(n, 1, world_size // n, num_tokens) for n in divisors(ranks)[1:])
+    splits = (DeviceSplit(n, 1, world_size // n, num_tokens) for n in divisors(ranks)[1:])
     fastest = (_fastest(facts, model, layers, machine, split) for split in splits)
     by_ranks = tuple(setting for setting in fastest if setting)
     setting = by_ranks[-1] if by_ranks else None
@@ -404,7 +404,7 @@ def nearest_settings(candidate: Candidate) -> tuple[Setting, ...]:
     if n == 1 or work.canonical or not isinstance(work.mask, Full | Causal):
         return ()
     model = ModelAttention(work.num_heads, work.num_kv_heads, work.head_dim, work.v_head_dim)
-    split = Split(n, 1, 1, work.num_tokens)
+    split = DeviceSplit(n, 1, 1, work.num_tokens)
     machine, layers = candidate.machine, [(work, 1)]
     settings = (_fastest(facts, model, layers, machine, split) for facts in (MEGATRON, TORCHTITAN))
     return tuple(setting for setting in settings if setting)
@@ -423,7 +423,7 @@ def _fastest(
     model: ModelAttention,
     layers: Sequence[tuple[Workload, int]],
     machine: Machine,
-    split: Split,
+    split: DeviceSplit,
 ) -> Setting | None:
     """The fastest legal setting on a split's ranks; of those that tie the first."""
     best: Setting | None = None

@@ -9,7 +9,7 @@ from tilewise.simulation.machine import Machine
 from tilewise.workload import Workload
 
 
-class Price(NamedTuple):
+class RowPrice(NamedTuple):
     """Bytes that a row of one head costs a rank that does not own it, both ways together."""
 
     q: float
@@ -21,7 +21,7 @@ def least_bytes(work: Workload, world_size: int) -> int:
     return sum(int(_least(work, world_size, price)) for price in prices(work))
 
 
-def prices(work: Workload) -> tuple[Price, Price]:
+def prices(work: Workload) -> tuple[RowPrice, RowPrice]:
     """Prices of forward and of backward, where operands that may have been kept cost nothing."""
     forward = work.call_shape(1).payload(1)
     backward = forward._replace(backward=True, saved=work.save != "replay")
@@ -33,12 +33,13 @@ def prices(work: Workload) -> tuple[Price, Price]:
 
     heads = (Side.Q, work.num_heads), (Side.KV, work.num_kv_heads)
     forward_price, backward_price = (
-        Price(*(price(p, *side_and_heads) for side_and_heads in heads)) for p in (forward, backward)
+        RowPrice(*(price(p, *side_and_heads) for side_and_heads in heads))
+        for p in (forward, backward)
     )
     return forward_price, backward_price
 
 
-def _least(work: Workload, world_size: int, price: Price) -> float:
+def _least(work: Workload, world_size: int, price: RowPrice) -> float:
     """The fewest bytes with which a rank can compute its share of the cells."""
     cells = _cells(work) / world_size
     low, high = 0.0, 1.0
@@ -56,7 +57,7 @@ def _cells(work: Workload) -> float:
     return float(work.mask.area(tokens, tokens)) * work.num_heads
 
 
-def _most_cells(work: Workload, world_size: int, price: Price, num_bytes: float) -> float:
+def _most_cells(work: Workload, world_size: int, price: RowPrice, num_bytes: float) -> float:
     """Upper bound of the cells that a rank computes if it moves this many bytes."""
     group = work.num_heads / work.num_kv_heads
     keys = float(max(work.layout_for(world_size).owned.sizes))

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 
-class Row(Protocol):
+class ComparedFigures(Protocol):
     """Figures that are compared: a candidate, a line of a table, the cost of a setting."""
 
     @property
@@ -31,7 +31,7 @@ LINKS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def reason(row: Row, rows: Sequence[Row], ring: float | None) -> str:
+def reason(row: ComparedFigures, rows: Sequence[ComparedFigures], ring: float | None) -> str:
     """Why the first row of a ranked table wins, or why another is slower.
 
     Args:
@@ -84,7 +84,7 @@ def _longer(times: float, compared_with: str = "") -> str:
     return f"{100 * abs(times - 1):.3g}% {word}" + f" than {compared_with}" * bool(compared_with)
 
 
-def _against(row: Row, best: Row) -> str:
+def _against(row: ComparedFigures, best: ComparedFigures) -> str:
     """Say what a slower row loses by: the larger of its two costs, and its cause."""
     waits = f"waits {_time(row.exposed_seconds)} against {_time(best.exposed_seconds)}"
     own_seconds, best_seconds = (

@@ -137,7 +137,7 @@ def _of_one_wire(
     ]
 
 
-class Choice(NamedTuple):
+class PlanPair(NamedTuple):
     """Plans for the two passes, one object if they are equal, and their simulated seconds."""
 
     plan: Plan
@@ -146,7 +146,7 @@ class Choice(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def promising(work: Workload, machine: Machine, world_size: int) -> Choice:
+def promising(work: Workload, machine: Machine, world_size: int) -> PlanPair:
     """Choose plans for forward and backward in little time; they are likely among the fastest.
 
     A few options with the lowest bounds are simulated in each pass. Operands that forward gathered
@@ -157,7 +157,7 @@ def promising(work: Workload, machine: Machine, world_size: int) -> Choice:
     tried_options = options(padded, world_size, machine.node_size, usual_only=True)
     model = PassModel(padded, machine, world_size, backward=False)
     pair = PairSearch(model, tried_options, math.inf, QUICK_MESSAGES, keeping=False).fastest()
-    return Choice(*_plans(pair), pair.seconds)
+    return PlanPair(*_plans(pair), pair.seconds)
 
 
 def _rows(candidates: list[Candidate]) -> tuple[PlanRow, ...]:

@@ -209,7 +209,7 @@ class PassCosts:
         return rows[Side.Q] * q + rows[Side.KV] * groups.num_kv_heads * sum(widths) * size
 
 
-class Price(NamedTuple):
+class OperationSeconds(NamedTuple):
     """Seconds of one operation.
 
     Attributes:
@@ -221,7 +221,7 @@ class Price(NamedTuple):
     own: float = 0.0
 
 
-def price(operation: Operation, costs: PassCosts) -> Price:
+def price(operation: Operation, costs: PassCosts) -> OperationSeconds:
     """The seconds that an operation keeps its rank busy; a rank also waits for what it awaits.
 
     Delta and Collect are free: the machine's seconds of a call, measured around whole passes,
@@ -230,23 +230,25 @@ def price(operation: Operation, costs: PassCosts) -> Price:
     match operation:
         case Attend(tile, adds):
             kernel = costs.tile_seconds(tile)
-            return Price(kernel, sum(map(costs.merge_seconds, adds)) if kernel else 0.0)
+            return OperationSeconds(kernel, sum(map(costs.merge_seconds, adds)) if kernel else 0.0)
         case Join(item):
-            return Price(own=costs.pack_seconds(costs.item_bytes(item)))
+            return OperationSeconds(own=costs.pack_seconds(costs.item_bytes(item)))
         case Pack(item, rows, encodes):
             num_bytes = costs.item_bytes(item, rows)
             num_bytes += costs.encoded_bytes(item, rows) if encodes else 0
-            return Price(own=costs.pack_seconds(num_bytes))
+            return OperationSeconds(own=costs.pack_seconds(num_bytes))
         case Launch():
             messages = len(operation.sends) + len(operation.recvs)
-            return Price(own=costs.machine.message_seconds * messages)
+            return OperationSeconds(own=costs.machine.message_seconds * messages)
         case Unpack(transfer, decodes):
             copied_bytes = costs.encoded_bytes if decodes else costs.item_bytes
-            return Price(own=costs.pack_seconds(copied_bytes(transfer.item, transfer.rows)))
+            return OperationSeconds(
+                own=costs.pack_seconds(copied_bytes(transfer.item, transfer.rows))
+            )
         case Merge(transfer, adds):
             item, rows = transfer.item, transfer.rows
             if adds:
-                return Price(own=costs.merge_seconds(item, rows))
-            return Price(own=costs.pack_seconds(costs.item_bytes(item, rows)))
+                return OperationSeconds(own=costs.merge_seconds(item, rows))
+            return OperationSeconds(own=costs.pack_seconds(costs.item_bytes(item, rows)))
         case Delta() | Await() | Collect() | PackHeads():
-            return Price()
+            return OperationSeconds()

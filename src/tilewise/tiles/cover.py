@@ -110,7 +110,7 @@ WASTE_CELLS = 128 * 128 * 2  # cells that a SLICES call may waste: as a causal s
 MAX_CELLS = 1 << 20  # of a SLICES call: kernels may hold it as a dense additive mask
 
 
-class Piece(NamedTuple):
+class CallPiece(NamedTuple):
     """Rows x keys of sorted index space, as ranges; slices (of SLICES alone) in that space too."""
 
     kind: Kind
@@ -125,7 +125,7 @@ class Piece(NamedTuple):
         return m * n - (m * (m - 1) // 2 if self.kind is Kind.CAUSAL else 0)
 
 
-def cover(block: Block, square_causal: bool) -> list[Piece]:
+def cover(block: Block, square_causal: bool) -> list[CallPiece]:
     """Pieces that hold each cell of a block once, and no other."""
     if not block:
         return []
@@ -140,14 +140,14 @@ def cover(block: Block, square_causal: bool) -> list[Piece]:
         last_slice.hi + last_slice.hi_slope * (b - 1),
     )
     if lo_a == lo_b and hi_a == hi_b:
-        return [Piece(Kind.FULL, ((a, b),), ((lo_a, hi_a),))]
+        return [CallPiece(Kind.FULL, ((a, b),), ((lo_a, hi_a),))]
     if len(block) == 1 and lo_a == lo_b:
         return _causal(first_slice, square_causal)
     box = (b - a) * (hi_b - lo_a)
     if box <= MAX_CELLS and box - sum(s.area for s in block) <= WASTE_CELLS:
-        return [Piece(Kind.SLICES, ((a, b),), ((lo_a, hi_b),), tuple(block))]
+        return [CallPiece(Kind.SLICES, ((a, b),), ((lo_a, hi_b),), tuple(block))]
     if 4 * (hi_a - lo_b) >= hi_b - lo_a:
-        parts = [Piece(Kind.FULL, ((a, b),), ((lo_b, hi_a),))]
+        parts = [CallPiece(Kind.FULL, ((a, b),), ((lo_b, hi_a),))]
         parts += cover(_clip(block, lo_a, lo_b), square_causal)
         return parts + cover(_clip(block, hi_a, hi_b), square_causal)
     middle = (a + b) // 2
@@ -155,17 +155,17 @@ def cover(block: Block, square_causal: bool) -> list[Piece]:
     return cover(top, square_causal) + cover(bottom, square_causal)
 
 
-def _causal(s: Slice, square_causal: bool) -> list[Piece]:
+def _causal(s: Slice, square_causal: bool) -> list[CallPiece]:
     """A slice with a level left and a slanted right end: a rectangle and a causal square."""
     m, corner, last_end = s.q1 - s.q0, s.hi + s.q0 - 1, s.hi + s.q1 - 1
     rows = ((s.q0, s.q1),)
     if not square_causal or corner == s.lo:
-        return [Piece(Kind.CAUSAL, rows, ((s.lo, last_end),))]
+        return [CallPiece(Kind.CAUSAL, rows, ((s.lo, last_end),))]
     if m * m <= 2 * CALL_CELLS and m * (last_end - s.lo) <= MAX_CELLS:
-        return [Piece(Kind.SLICES, rows, ((s.lo, last_end),), (s,))]
+        return [CallPiece(Kind.SLICES, rows, ((s.lo, last_end),), (s,))]
     return [
-        Piece(Kind.FULL, rows, ((s.lo, corner),)),
-        Piece(Kind.CAUSAL, rows, ((corner, last_end),)),
+        CallPiece(Kind.FULL, rows, ((s.lo, corner),)),
+        CallPiece(Kind.CAUSAL, rows, ((corner, last_end),)),
     ]
 
 
@@ -201,7 +201,7 @@ def _rows(block: Block, a: int, b: int) -> Block:
     return [s._replace(q0=max(s.q0, a), q1=min(s.q1, b)) for s in block if s.q0 < b and a < s.q1]
 
 
-def group(pieces: Iterable[Piece]) -> list[Piece]:
+def group(pieces: Iterable[CallPiece]) -> list[CallPiece]:
     """The same cells in as few and large pieces as pay, in order of their first rows and keys."""
     rectangles, others = [], []
     for piece in pieces:
@@ -212,7 +212,7 @@ def group(pieces: Iterable[Piece]) -> list[Piece]:
     return _join_small(sorted(merge_rectangles(rectangles) + others, key=lambda p: (p.q, p.k)))
 
 
-def merge_rectangles(rectangles: list[Rectangle]) -> list[Piece]:
+def merge_rectangles(rectangles: list[Rectangle]) -> list[CallPiece]:
     """Disjoint rectangles as FULL pieces, rows x keys of several ranges, as few as found.
 
     Rectangles of the same rows are one piece, whatever their keys, and so are those of the same
@@ -223,7 +223,7 @@ def merge_rectangles(rectangles: list[Rectangle]) -> list[Piece]:
     by_rows_cut = _by_rows(_cut(rectangles))
     by_keys_cut = [(q, k) for k, q in _by_rows(_cut(flipped))]
     best = min((by_rows, by_rows_cut, by_keys_cut), key=len)
-    return [Piece(Kind.FULL, q, k) for q, k in best]
+    return [CallPiece(Kind.FULL, q, k) for q, k in best]
 
 
 def _by_rows(rectangles: list[Rectangle]) -> list[tuple[Ranges, Ranges]]:
@@ -248,10 +248,10 @@ def _cut(rectangles: list[Rectangle]) -> list[Rectangle]:
     ]
 
 
-def _join_small(pieces: list[Piece]) -> list[Piece]:
+def _join_small(pieces: list[CallPiece]) -> list[CallPiece]:
     """Join small pieces to SLICES where a call saved outweighs the cells wasted."""
-    pieces_done: list[Piece] = []
-    members: list[Piece] = []
+    pieces_done: list[CallPiece] = []
+    members: list[CallPiece] = []
     q, k, cells, cells_apart = (
         (),
         (),
@@ -279,13 +279,13 @@ def _join_small(pieces: list[Piece]) -> list[Piece]:
     return sorted(pieces_done + _joined(members, q, k), key=lambda p: (p.q, p.k))
 
 
-def _joined(members: list[Piece], q: Ranges, k: Ranges) -> list[Piece]:
+def _joined(members: list[CallPiece], q: Ranges, k: Ranges) -> list[CallPiece]:
     if len(members) < 2:
         return members
-    return [Piece(Kind.SLICES, q, k, tuple(s for piece in members for s in _slices(piece)))]
+    return [CallPiece(Kind.SLICES, q, k, tuple(s for piece in members for s in _slices(piece)))]
 
 
-def _slices(piece: Piece) -> tuple[Slice, ...]:
+def _slices(piece: CallPiece) -> tuple[Slice, ...]:
     match piece.kind:
         case Kind.FULL:
             return tuple(Slice(*q, k0, 0, k1, 0) for q in piece.q for k0, k1 in piece.k)
@@ -397,7 +397,7 @@ def _whole(view: _View) -> tuple[KernelCall, ...]:
     return (KernelCall(to_ranges(view.q_rows), to_ranges(view.k_rows), Kind.SLICES, slices),)
 
 
-def _call(piece: Piece, q_rows: np.ndarray, k_rows: np.ndarray) -> KernelCall:
+def _call(piece: CallPiece, q_rows: np.ndarray, k_rows: np.ndarray) -> KernelCall:
     """A piece of sorted index space as a call on memory rows."""
     q, k = q_rows[row_index(piece.q)], k_rows[row_index(piece.k)]
     if piece.kind is Kind.FULL:  # any order will do: the one with the fewest ranges
@@ -406,7 +406,7 @@ def _call(piece: Piece, q_rows: np.ndarray, k_rows: np.ndarray) -> KernelCall:
     return KernelCall(to_ranges(q), to_ranges(k), piece.kind, slices)
 
 
-def _local(s: Slice, piece: Piece) -> Slice:
+def _local(s: Slice, piece: CallPiece) -> Slice:
     """A slice in the coordinates of its piece's call: each range moves to its place in the call."""
     rows_moved, keys_moved = _shift(piece.q, s.q0), _shift(piece.k, s.lo + s.lo_slope * s.q0)
     lo, hi = (

@@ -1,4 +1,4 @@
-"""Whether rows that every rank holds are the same on all of them, by a few numbers a row."""
+"""Comparison of the rows that every rank holds among all ranks, by a few numbers a row."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _sketch(x: Tensor) -> Tensor:
 
 
 def _differ(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Which rows differ, bool [rows]."""
+    """Return which rows differ, bool [rows]."""
     a, b = (x.view(-1, 1 + PROJECTIONS) for x in (a, b))
     precision = torch.finfo(dtype).eps ** 0.5 if dtype.is_floating_point else 0.0
     return ((a - b).abs() > precision * (a[:, :1] + b[:, :1])).any(1)

@@ -14,7 +14,7 @@ from tilewise.verification.causes import Facts
 from tilewise.verification.comparison import Comparison
 from tilewise.verification.order import (
     Changes,
-    Pieces,
+    PieceStarts,
     facts_of_convolution,
     facts_of_first_rows,
     facts_of_gradient,
@@ -60,7 +60,7 @@ class LayerOrder:
         for rank_positions in self.comparison.positions:
             rows = rank_positions[rank_positions >= 0]
             starts |= set(rows[torch.diff(rows, prepend=rows[:1] - 2) != 1].tolist())
-        self.pieces = Pieces(tuple(sorted(starts - {0})), len(self.comparison.counted))
+        self.pieces = PieceStarts(tuple(sorted(starts - {0})), len(self.comparison.counted))
         self.everywhere = torch.arange(self.pieces.num_tokens)
         is_coarse = self.comparison.eps > torch.finfo(torch.float32).eps
         self.dtype = torch.float32 if is_coarse else None

@@ -26,7 +26,7 @@ Changes = Callable[[Sequence[int]], Tensor]
 """Function from changed rows of an input to the change of each row, in multiples of rounding."""
 
 
-class Pieces(NamedTuple):
+class PieceStarts(NamedTuple):
     """Starts of pieces of neighbouring tokens on the ranks, without 0, and the number of tokens."""
 
     starts: tuple[int, ...]
@@ -105,7 +105,7 @@ def walk(whole: Changes, split: Changes, num_tokens: int) -> Walk:
 
 
 def facts_of_state(
-    walked: Walk, passes_near: bool, has_halo: bool, pieces: Pieces
+    walked: Walk, passes_near: bool, has_halo: bool, pieces: PieceStarts
 ) -> dict[str, Any]:
     """Facts of a layer whose rows reach all later ones.
 
@@ -145,7 +145,7 @@ def facts_of_state(
 
 
 def facts_of_convolution(
-    whole: Changes, split: Changes, reach: int, pieces: Pieces
+    whole: Changes, split: Changes, reach: int, pieces: PieceStarts
 ) -> dict[str, Any]:
     """Facts of a layer whose rows reach a few later ones."""
     lost_pairs, extra_rows = list[tuple[int, int]](), list[int]()
@@ -191,7 +191,7 @@ def facts_of_halo(want: Tensor, got: Tensor, starts: Sequence[int]) -> dict[str,
 
 
 def facts_of_first_rows(
-    wrong: Sequence[int], starts: Sequence[int], pieces: Pieces
+    wrong: Sequence[int], starts: Sequence[int], pieces: PieceStarts
 ) -> dict[str, Any]:
     """Facts of rows computed early in a layer: a convolution's errors end a few tokens on.
 
@@ -206,7 +206,7 @@ def facts_of_first_rows(
     return {"no_halo": _unseen(sorted(wrong))} if wrong and reachable_rows.issuperset(wrong) else {}
 
 
-def facts_of_gradient(want: Tensor, got: Tensor, pieces: Pieces) -> dict[str, Any]:
+def facts_of_gradient(want: Tensor, got: Tensor, pieces: PieceStarts) -> dict[str, Any]:
     """Facts of gradients at a layer's input where the first row of each piece alone has one at its
     output: [num_tokens, numbers].
     """

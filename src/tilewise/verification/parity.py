@@ -161,7 +161,7 @@ def parity(
         finally:
             world.close()
         if backend == "torchrun":
-            world.tell(result)
+            world.broadcast(result)
     if isinstance(result, ValueError):
         raise result
     return result

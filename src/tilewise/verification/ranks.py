@@ -87,7 +87,7 @@ class RankRunner:
         """
         answers = getattr(self, f"_{self.backend}")(jobs)
         failures = [x for x in answers if isinstance(x, RankFailure)]
-        if failures:  # those that waited for others tell nothing, unless all did
+        if failures:  # of those that waited for others none says why, unless all waited
             first_failures = tuple(x for x in failures if x.kind != "waits") or tuple(failures)
             raise RankError("\n".join(failure.text for failure in first_failures), first_failures)
         return answers
@@ -120,21 +120,21 @@ class RankRunner:
     def _torchrun(self, jobs: list[ModelRun]) -> list[Any]:
         rank = dist.get_rank()
         if rank == 0:
-            self.tell(jobs)
+            self.broadcast(jobs)
         (answer,) = self._in_time(lambda on_rank: [on_rank(rank, dist.group.WORLD)], jobs)
         answers: list[Any] = [None] * self.size
         dist.all_gather_object(answers, answer, group=self._talk)
         return answers
 
-    def tell(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """In a torchrun world: broadcast a value of rank 0 to every rank."""
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._talk)
         return box[0]
 
     def serve(self) -> Any:
-        """In a torchrun world on all ranks but 0: run jobs, until rank 0 tells its result."""
-        while isinstance(received := self.tell(None), list):
+        """In a torchrun world on all ranks but 0: run jobs, until rank 0 sends its result."""
+        while isinstance(received := self.broadcast(None), list):
             with suppress(RankError):
                 self.run(received)
         return received

@@ -55,7 +55,7 @@ REFUSED: tuple[tuple[Callable[[Options], bool], str], ...] = (
 )
 
 
-class Split(NamedTuple):
+class TokenSplit(NamedTuple):
     """Tokens of every rank.
 
     Args:
@@ -67,14 +67,14 @@ class Split(NamedTuple):
 
 
 class RankSlices(NamedTuple):
-    """What a llama3 function is told: this rank's share of a row, and the keys that it needs."""
+    """Arguments of a llama3 function: this rank's share of a row, and the keys that it needs."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     local_k_slice: slice
 
 
-class Row(NamedTuple):
+class PackedRow(NamedTuple):
     """Boundaries of a whole row of packed sequences, noted on the tensor of one rank's share.
 
     Args:
@@ -88,7 +88,7 @@ class Row(NamedTuple):
 
 def attend(
     qkv: tuple[Tensor, Tensor, Tensor],
-    split: Callable[[Tensor, int], Split],
+    split: Callable[[Tensor, int], TokenSplit],
     options: Options,
     strategy: Callable[[int], Plan] = ring,
 ) -> Result:
@@ -100,7 +100,7 @@ def attend(
     transport, (q, k, v) = transport_for(options.group), qkv
     n = transport.world_size
 
-    def checked() -> tuple[Split, Split, Mask, Alibi | None]:
+    def checked() -> tuple[TokenSplit, TokenSplit, Mask, Alibi | None]:
         for is_given, message in REFUSED:
             if is_given(options):
                 raise ValueError(message)
@@ -166,7 +166,7 @@ def attend_in_a_row(
         return heads_k_stride
 
     strategy = all_gather if settled(transport, stride) == k.shape[-2] else ring
-    return attend(qkv, lambda x, n: Split(in_parts(x, n, 3), documents), options, strategy)
+    return attend(qkv, lambda x, n: TokenSplit(in_parts(x, n, 3), documents), options, strategy)
 
 
 def in_parts(
@@ -179,7 +179,7 @@ def in_parts(
     return _layout(layout, x.shape[-3] * n, n)
 
 
-def spread_documents(cu_seqlens: Tensor, x: Tensor, n: int, *, halves: bool) -> Split:
+def spread_documents(cu_seqlens: Tensor, x: Tensor, n: int, *, halves: bool) -> TokenSplit:
     """Packed sequences, each of which is spread over all ranks.
 
     Args:
@@ -196,7 +196,7 @@ def spread_documents(cu_seqlens: Tensor, x: Tensor, n: int, *, halves: bool) -> 
     if halves:
         for document, (start, stop) in enumerate(pairwise(edges)):
             check_halves(stop - start, f"of sequence {document}")
-    return Split(_spread(edges, n, halves), tuple(n * edge for edge in edges))
+    return TokenSplit(_spread(edges, n, halves), tuple(n * edge for edge in edges))
 
 
 def check_halves(rows: int, what: str) -> None:
@@ -232,12 +232,12 @@ def slices_of(edges: Edges, causal: bool, rank: int, n: int) -> tuple[Edges, Edg
 def _documents_of(slices: RankSlices, q: Tensor, causal: bool, transport: Transport) -> Edges:
     """Boundaries of the whole row: noted on cu_seqlens_q, or asked of all ranks."""
     row = getattr(slices.cu_seqlens_q, "tilewise_row", None)
-    if isinstance(row, Row) and row.version == slices.cu_seqlens_q._version:
+    if isinstance(row, PackedRow) and row.version == slices.cu_seqlens_q._version:
         if row.causal != causal:
             text = (
                 f"causal ({causal}) must be {row.causal}, as llama3_flash_attn_prepare_cu_seqlens"
             )
-            settled(transport, lambda: _raise(f"{text} was told"))
+            settled(transport, lambda: _raise(f"{text} was given"))
         return row.documents
     n, rank = transport.world_size, transport.rank
 
@@ -256,8 +256,8 @@ def _documents_of(slices: RankSlices, q: Tensor, causal: bool, transport: Transp
 
     def check() -> None:
         queries, keys, wanted = slices_of(documents, causal, rank, n)
-        told = [dict.fromkeys(as_ints(x)) for x in (slices.cu_seqlens_q, slices.cu_seqlens_k)]
-        if [*map(tuple, told), slices.local_k_slice] != [queries, keys, wanted]:
+        edges = [dict.fromkeys(as_ints(x)) for x in (slices.cu_seqlens_q, slices.cu_seqlens_k)]
+        if [*map(tuple, edges), slices.local_k_slice] != [queries, keys, wanted]:
             raise ValueError(
                 f"cu_seqlens_k and local_k_slice ({slices.local_k_slice}) are not those of "
                 f"llama3_flash_attn_prepare_cu_seqlens with causal={causal}, which gives {wanted}"

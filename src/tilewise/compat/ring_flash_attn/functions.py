@@ -38,10 +38,10 @@ from torch import Tensor
 
 from tilewise.compat.ring_flash_attn.attend import (
     Options,
+    PackedRow,
     RankSlices,
     Result,
-    Row,
-    Split,
+    TokenSplit,
     attend,
     attend_in_a_row,
     check_halves,
@@ -58,8 +58,8 @@ Function = Callable[..., Result]
 
 
 def _of_batches(name: str, layout: Callable[[int, int], Layout]) -> Function:
-    def split(x: Tensor, n: int) -> Split:
-        tokens = Split(in_parts(x, n, 4, layout))
+    def split(x: Tensor, n: int) -> TokenSplit:
+        tokens = TokenSplit(in_parts(x, n, 4, layout))
         if layout is zigzag:
             check_halves(x.shape[1], "of each sequence")
         return tokens
@@ -103,7 +103,7 @@ def _of_documents(name: str, *, halves: bool) -> Function:
         scores = dropout_p, softmax_scale, causal, window_size, alibi_slopes
         options = Options(*scores, deterministic, return_attn_probs, group)
 
-        def split(x: Tensor, n: int) -> Split:
+        def split(x: Tensor, n: int) -> TokenSplit:
             return spread_documents(cu_seqlens, x, n, halves=halves)
 
         return attend((q, k, v), split, options)
@@ -157,7 +157,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     edges = Document(cu_seqlens).cu_seqlens
     queries, keys, local_k_slice = slices_of(edges, causal, rank, world_size)
     cu_seqlens_q, cu_seqlens_k = cu_seqlens.new_tensor(queries), cu_seqlens.new_tensor(keys)
-    row = Row(edges, causal, cu_seqlens_q._version)
+    row = PackedRow(edges, causal, cu_seqlens_q._version)
     cu_seqlens_q.tilewise_row = row  # pyright: ignore[reportAttributeAccessIssue]
     longest_q, longest_k = (max(b - a for a, b in pairwise(x)) for x in (queries, keys))
     return cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, local_k_slice

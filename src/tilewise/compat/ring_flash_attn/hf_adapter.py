@@ -26,7 +26,7 @@ NAME = "flash_attention_2"
 
 
 class Substitution:
-    """What stands in for transformers' flash attention, and for which group.
+    """Stand-in for transformers' flash attention: its arguments, its group, and what it replaced.
 
     Attributes:
         params: arguments of the llama3 functions for the batch under way; {} before the first.

@@ -68,7 +68,7 @@ class PlacedLayout(Layout):
         self.call = f"tiled_layout({mask!r}, {shape}, kv_bytes={kv_bytes}{balance})"
 
 
-class Choice(NamedTuple):
+class RoutedWork(NamedTuple):
     """A way to compute the mask on shards, and the rows that it moves."""
 
     work: ShardOwners
@@ -79,7 +79,7 @@ class Choice(NamedTuple):
     @classmethod
     def of(
         cls, work: ShardOwners, kv_bytes: float, balance: Balance, areas: np.ndarray | None = None
-    ) -> Choice:
+    ) -> RoutedWork:
         """areas: by rank; None: looked up."""
         flows, n = flows_of(work), len(work.cells)
         load = received(flows, n, kv_bytes)
@@ -102,7 +102,7 @@ def _rank(
     return max(0, ceil(excess / GRAIN)), float(load.mean() + BUSIEST * load.max())
 
 
-def _better(choices: list[Choice], own_queries: Choice) -> Choice:
+def _better(choices: list[RoutedWork], own_queries: RoutedWork) -> RoutedWork:
     """The most level choice that moves least; never more than own_queries if that is as level."""
     allowed_choices = [
         c for c in choices if c.total <= own_queries.total or c.rank[0] < own_queries.rank[0]
@@ -149,7 +149,7 @@ class PlacedPlans(NamedTuple):
 
 def _least(
     mask: Mask, layout: Layout, kv_bytes: float, balance: Balance
-) -> tuple[tuple[int, float], Choice | None]:
+) -> tuple[tuple[int, float], RoutedWork | None]:
     """The best rank on a layout and its choice; None stands for the causal triangle's own plan."""
     chosen = _choice(mask, layout, kv_bytes, balance)
     if suits(mask, layout):
@@ -171,27 +171,27 @@ def _call(mask: Mask, layout: Layout) -> str:
     return repr(layout) if is_made_by_name else layout.fingerprint
 
 
-def _choice(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance) -> Choice:
+def _choice(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance) -> RoutedWork:
     if isinstance(layout, PlacedLayout) and (layout.mask, layout.balance) == (mask, balance):
         cu = documents(mask, layout.num_tokens)
         if cu is not None:
             return _of_documents(cu, layout, kv_bytes)
-    own_queries = Choice.of(_own_queries(mask, layout), kv_bytes, balance)
+    own_queries = RoutedWork.of(_own_queries(mask, layout), kv_bytes, balance)
     works = _works(mask, layout, kv_bytes, balance)
-    return _better([Choice.of(work, kv_bytes, balance) for work in works], own_queries)
+    return _better([RoutedWork.of(work, kv_bytes, balance) for work in works], own_queries)
 
 
-def _of_documents(cu: np.ndarray, layout: PlacedLayout, kv_bytes: float) -> Choice:
+def _of_documents(cu: np.ndarray, layout: PlacedLayout, kv_bytes: float) -> RoutedWork:
     """The choice for causal documents, whose areas are known in closed form."""
     placement, balance = layout.placement, layout.balance
     own_placement = own_rows(cu, placement.owned, layout.world_size)
-    tiled = Choice.of(work_of(placement, None, layout), kv_bytes, balance, placement.areas)
+    tiled = RoutedWork.of(work_of(placement, None, layout), kv_bytes, balance, placement.areas)
     limit = balance.limit(own_placement.areas.mean(), layout.num_tokens / layout.world_size)
     if tiled.total <= kv_bytes * keys_read(own_placement).sum() or own_placement.imbalance > limit:
         return tiled
     return _better(
         [tiled],
-        Choice.of(work_of(own_placement, None, layout), kv_bytes, balance, own_placement.areas),
+        RoutedWork.of(work_of(own_placement, None, layout), kv_bytes, balance, own_placement.areas),
     )
 
 

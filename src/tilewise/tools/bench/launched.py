@@ -40,7 +40,7 @@ class LaunchedWorld(World):
         self, job: Job, progress: Callable[[int], object] = lambda _: None
     ) -> list[tuple[Any, ...]]:
         if self.launched.rank == 0:
-            self.launched.tell((job, self.timeout_seconds, self.device))
+            self.launched.broadcast((job, self.timeout_seconds, self.device))
         return super().run(replace(job, inputs=self.launched.inputs_of(job)), progress)
 
     def _started(self) -> Answers:
@@ -69,7 +69,7 @@ class LaunchedWorld(World):
 
 
 class Launched:
-    """The processes that were launched together, and what they tell each other.
+    """The processes that were launched together, and what they send each other.
 
     Attributes:
         network: hosts and ranks on each; one host is loopback.
@@ -107,7 +107,7 @@ class Launched:
     def close(self) -> None:
         """End the others' serving, if this is rank 0."""
         if self.rank == 0:
-            self.tell(None)
+            self.broadcast(None)
         self._folder.cleanup()
         dist.destroy_process_group()
 
@@ -117,7 +117,7 @@ class Launched:
         dist.all_gather_object(values, value)
         return values
 
-    def tell(self, value: Any) -> None:
+    def broadcast(self, value: Any) -> None:
         dist.broadcast_object_list([value])
 
     def inputs_of(self, job: Job) -> str:

@@ -92,9 +92,9 @@ def run(options: LabOptions, about: CaseOptions) -> None:
             print_error(f"tilewise: no lab: {error}. Using a rate-limited transport instead.")
             case = replace(case, network=replace(case.network, name="limited"))
             world = stack.enter_context(world_on(case.network, timing.timeout_seconds))
-        tell = stack.enter_context(steps((1 + timing.repeats) * len(contenders)))
+        begin = stack.enter_context(steps((1 + timing.repeats) * len(contenders)))
         names = [contender.name for contender in contenders]
-        rows = compete(world, case, contenders, timing, lambda turn: tell(names[turn]))
+        rows = compete(world, case, contenders, timing, lambda turn: begin(names[turn]))
     if options.as_json:
         values = {name: getattr(options, name) for name in ("hosts", "ranks_per_host", "mbit")}
         print_json(values | {"rows": [_as_json(row) for row in rows]})

@@ -106,7 +106,7 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     console = Console(stderr=True)
     if not console.is_terminal:
-        with _telling_late(what) as progress:
+        with _printing_late(what) as progress:
             yield progress
         return
     with Progress(*columns, console=console, transient=True) as progress_bar:
@@ -115,20 +115,20 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def _telling_late(what: str) -> Iterator[Callable[[str], None]]:
+def _printing_late(what: str) -> Iterator[Callable[[str], None]]:
     """Print lines on the error stream, the first after PATIENCE seconds."""
     latest = [what]
     timer = Timer(PATIENCE, lambda: print_error(latest[-1]))
     timer.daemon = True
     timer.start()
 
-    def tell(text: str) -> None:
+    def progress(text: str) -> None:
         latest.append(text)
         if not timer.is_alive():
             print_error(text)
 
     try:
-        yield tell
+        yield progress
     finally:
         timer.cancel()
 
@@ -145,10 +145,10 @@ def steps(total: int) -> Iterator[Callable[[str], None]]:
 
 def counted(results: Iterable[T], names: Sequence[str]) -> Iterator[T]:
     """Results one after the other, under a bar that names the one at work."""
-    with steps(len(names)) as tell:
+    with steps(len(names)) as begin:
         arriving = iter(results)
         for name in names:
-            tell(name)
+            begin(name)
             yield next(arriving)
         yield from arriving
 

@@ -18,8 +18,7 @@ from tilewise.tools.cli.output import (
 )
 from tilewise.tools.doctor import require
 from tilewise.tools.outside import called, is_outside, load
-from tilewise.tools.report.page import Fact, Page, Section, written
-from tilewise.tools.report.page import Table as PageTable
+from tilewise.tools.report.page import Fact, Page, Section, TextTable, written
 from tilewise.verification.causes import CAUSES
 from tilewise.verification.parity import ParityReport
 from tilewise.verification.parity import parity as compare
@@ -94,9 +93,9 @@ def _page(function: str, world_size: int, report: ParityReport) -> Page:
         "the split one alone to red ones, the unsplit one alone to yellow ones."
     )
     rounding = "In the order of the passes; 1 is what rounding explains."
-    rows = PageTable(("what", "name", "times rounding"), _rows(report))
+    rows = TextTable(("what", "name", "times rounding"), _rows(report))
     sections = [
-        Section("causes", "Causes", table=PageTable(("cause", "meaning", "evidence"), causes)),
+        Section("causes", "Causes", table=TextTable(("cause", "meaning", "evidence"), causes)),
         Section("attended", "What is attended", attended, picture=report.svg() or ""),
         Section("deviations", "What deviates", rounding, table=rows),
     ]

@@ -18,7 +18,7 @@ from tilewise.tools.report.bench_cases import (
     slowdowns,
 )
 from tilewise.tools.report.drawing import Series, axis, bars, heat_map, lines, log_axis
-from tilewise.tools.report.page import Figure, Table
+from tilewise.tools.report.page import Figure, TextTable
 from tilewise.tools.report.words import count, quantity, times
 
 LEVELS = (
@@ -53,11 +53,11 @@ UNITS = MappingProxyType(
 Colours = Mapping[str, int]  # of contenders
 
 
-def row_table(rows: Iterable[Row], names: Sequence[str] = SHOWN) -> Table:
+def row_table(rows: Iterable[Row], names: Sequence[str] = SHOWN) -> TextTable:
     """Rows as text, without columns that are empty in all."""
     rows = list(rows)
     used = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
-    return Table(
+    return TextTable(
         tuple(name.replace("_", " ") for name in used),
         tuple(tuple(_text(name, row.get(name)) for name in used) for row in rows),
     )

@@ -18,7 +18,7 @@ from tilewise.tools.report.bench_cases import (
     facets,
     is_whole,
 )
-from tilewise.tools.report.page import Fact, Figure, Page, Section, Table
+from tilewise.tools.report.page import Fact, Figure, Page, Section, TextTable
 
 FACETS = 2
 ABOUT = ("cpu", "gpu", "cores", "threads", "torch_version", "python_version", "os", "commit")
@@ -152,7 +152,7 @@ def _facts(rows: list[Row], num_cases: int, num_wrong: int) -> Iterator[Fact]:
         yield Fact("Wrong results", f"{num_wrong:,}", "rows beyond their tolerance")
 
 
-def _conditions(rows: list[Row]) -> Table:
+def _conditions(rows: list[Row]) -> TextTable:
     values_by_name = {
         name: sorted({str(row[name]) for row in rows if row.get(name)}) for name in ABOUT
     }
@@ -164,4 +164,4 @@ def _conditions(rows: list[Row]) -> Table:
         }
     )
     lines = tuple((name, ", ".join(values)) for name, values in values_by_name.items() if values)
-    return Table(("field", "value"), lines)
+    return TextTable(("field", "value"), lines)

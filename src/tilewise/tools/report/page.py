@@ -25,7 +25,7 @@ class Fact(NamedTuple):
     note: str = ""
 
 
-class Table(NamedTuple):
+class TextTable(NamedTuple):
     """Texts in columns."""
 
     header: tuple[str, ...]
@@ -43,7 +43,7 @@ class Figure(NamedTuple):
     title: str
     caption: str  # what to see in it; read out where it cannot be seen
     drawing: Drawing
-    rows: Table | None = None  # what it was drawn from
+    rows: TextTable | None = None  # what it was drawn from
     jumps: tuple[tuple[str, float, float], ...] = ()
 
 
@@ -54,7 +54,7 @@ class Section(NamedTuple):
     title: str
     intro: str = ""  # sentences before the figures
     figures: tuple[Figure, ...] = ()  # side by side where there is room and narrow is set
-    table: Table | None = None  # shown as it is
+    table: TextTable | None = None  # shown as it is
     narrow: bool = False
     picture: str = ""  # SVG, shown as it is
 
@@ -155,7 +155,7 @@ def _figure(figure: Figure) -> str:
     )
 
 
-def _table(table: Table) -> str:
+def _table(table: TextTable) -> str:
     right = [all(map(_is_number, column)) for column in zip(*table.rows, strict=True)]
 
     def line(cells: tuple[str, ...], tag: str) -> str:

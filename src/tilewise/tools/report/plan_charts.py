@@ -11,7 +11,7 @@ from tilewise.plan.ir import Plan
 from tilewise.simulation.network import LINKS
 from tilewise.tools.mask_report.view import assigned
 from tilewise.tools.report.drawing import Drawing, Series, Words, axis, bars, lines, log_axis, tiles
-from tilewise.tools.report.page import Figure, Table
+from tilewise.tools.report.page import Figure, TextTable
 from tilewise.tools.report.studies import LONGEST_RING, Placed, Studies, StudyEntry
 from tilewise.tools.report.timeline import LANES, LINK_NAMES
 from tilewise.tools.report.words import CROSS, count, quantity, short, times
@@ -66,7 +66,10 @@ def seconds(entries: Iterable[StudyEntry]) -> Figure:
         "Forward and backward. Compute is that of the busiest rank, waiting that of the rank that "
         "waits longest, so the two may add up to a little more than the time."
     )
-    drawing, table = _stacked(entries, "time", "s", parts), Table(CELLS, (*map(_cells, entries),))
+    drawing, table = (
+        _stacked(entries, "time", "s", parts),
+        TextTable(CELLS, (*map(_cells, entries),)),
+    )
     return Figure("seconds", "Time by strategy, fastest first", caption, drawing, table)
 
 
@@ -89,7 +92,7 @@ def bytes_by_link(entries: Iterable[StudyEntry]) -> Figure:
     parts = {link: values for link, values in bytes_of_links.items() if any(values)}
     drawing = _stacked(entries, "sent by one rank", "B", parts)
     title = "Bytes by kind of link, fewest first"
-    return Figure("bytes", title, caption, drawing, Table(header, rows))
+    return Figure("bytes", title, caption, drawing, TextTable(header, rows))
 
 
 def _against(
@@ -110,8 +113,8 @@ def _against(
     return lines(x, y, parts)
 
 
-def _by_place(placed_entries: list[Placed], column_name: str) -> Table:
-    return Table(
+def _by_place(placed_entries: list[Placed], column_name: str) -> TextTable:
+    return TextTable(
         (column_name, *CELLS), tuple((f"{at:g}", *_cells(entry)) for at, entry in placed_entries)
     )
 
@@ -209,10 +212,10 @@ def _assignment(plan: Plan, table: np.ndarray, group: int) -> Figure:
     return Figure(f"assignment-{group}", title, caption.strip(), *drawing_and_table, zoomed)
 
 
-def _owners(table: np.ndarray) -> Table | None:
-    """Table of how many cells each rank computes, unless the table is too large to say."""
+def _owners(table: np.ndarray) -> TextTable | None:
+    """TextTable of how many cells each rank computes, unless the table is too large to say."""
     if table.size > MOST_CELLS**2 or not (table >= 0).any():
         return None
     ranks, cells = np.unique(table[table >= 0], return_counts=True)
     rows = zip(map(str, ranks.tolist()), map(str, cells.tolist()), strict=True)
-    return Table(("rank", "cells"), tuple(rows))
+    return TextTable(("rank", "cells"), tuple(rows))

@@ -10,7 +10,7 @@ from tilewise.planning.candidate import Candidate
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import simulate
 from tilewise.tools.report import plan_charts
-from tilewise.tools.report.page import Fact, Page, Section, Table
+from tilewise.tools.report.page import Fact, Page, Section, TextTable
 from tilewise.tools.report.studies import Studies, StudyEntry
 from tilewise.tools.report.timeline import timeline_figure
 from tilewise.tools.report.words import count, in_words, quantity, short, times
@@ -37,7 +37,7 @@ class ReportedPlan:
     machine: Machine
     backward_plan: Plan | None = None  # None: plan serves both passes
     reason: str = ""  # in words, why it was chosen
-    ranked: Table | None = None
+    ranked: TextTable | None = None
     least_seconds: float = 0.0
     least_bytes: float = 0.0
     peak_bytes: int = 0  # of a device, where it has been counted
@@ -76,7 +76,7 @@ def subject_of(candidate: Candidate) -> ReportedPlan:
         candidate.machine,
         candidate.backward_plan,
         candidate.reason,
-        Table(RANKED, rows) if rows else None,
+        TextTable(RANKED, rows) if rows else None,
         *candidate.distances,
         candidate.peak_bytes,
     )
@@ -175,7 +175,7 @@ def _layout(work: Workload) -> str:
     return work.layout if isinstance(work.layout, str) else work.layout.name
 
 
-def _inputs(subject: ReportedPlan) -> Table:
+def _inputs(subject: ReportedPlan) -> TextTable:
     work, (plan, backward_plan) = subject.work, subject.plans
     kv_bytes = work.num_tokens * work.num_kv_heads * sum(work.widths) * ITEM_BYTES(work.dtype)
     rows = (
@@ -191,7 +191,7 @@ def _inputs(subject: ReportedPlan) -> Table:
         ("plan backward", backward_plan.name),
         *_machine(subject.machine),
     )
-    return Table(("field", "value"), rows)
+    return TextTable(("field", "value"), rows)
 
 
 def _machine(machine: Machine) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from tilewise.simulation.network import LINKS
 from tilewise.simulation.simulator import Simulation
 from tilewise.simulation.timeline import Span
 from tilewise.tools.report.drawing import AROUND, Drawing, Words, axis, colour, hover
-from tilewise.tools.report.page import Figure, Table
+from tilewise.tools.report.page import Figure, TextTable
 from tilewise.tools.report.words import CROSS, quantity
 
 MOST_ROWS = 12
@@ -134,7 +134,7 @@ def timeline_figure(simulation: Simulation) -> Figure:
         ("Both passes", 0.0, timeline_bars.end),
     )
     rows = tuple(_row(simulation, *rank) for rank in timeline_bars.ranks)
-    table = Table(("rank", "ranks like it", "compute", "wait", "idle", "sent"), rows)
+    table = TextTable(("rank", "ranks like it", "compute", "wait", "idle", "sent"), rows)
     title = "Timeline per rank, forward then backward"
     return Figure("timeline", title, caption, _drawn(timeline_bars), table, jumps)
 
