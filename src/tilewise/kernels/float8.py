@@ -53,13 +53,6 @@ def decode(packed: Tensor, into: Tensor) -> Tensor:
     return wide if wide is into else into.copy_(wide)
 
 
-def spacing(wire: Float8, x: Tensor) -> Tensor:
-    """The distance of the two e4m3 numbers around each number, in x's units; at least that."""
-    exponents, _ = _exponents(x, wire.block)
-    least = _power(exponents.clamp_min(_LEAST + 9) - 9)[..., None]
-    return torch.maximum(_power(torch.frexp(x.float()).exponent.clamp(_LEAST, _MOST) - 4), least)
-
-
 def _exponents(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """int32 [rows, batch, heads], the same within a block, and whether all of it is finite."""
     largest = x.abs().amax(-1).to(torch.promote_types(x.dtype, torch.float32))

@@ -41,11 +41,10 @@ class ErrorBound(NamedTuple):
 def error_bound(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Any) -> ErrorBound:
     """Bound how far attention and its gradients may be from exact, for wires that round.
 
-    Exact is attention of these q, k, v and dout in real numbers. The bounds are proven, that of out
-    under stochastic rounding but for a probability of 1e-9 a row; docs/float8.md derives them. It
-    runs the forward pass (twice if there is a sink), and a forward and a backward pass of two
-    numbers a value whose operands are not rounded: to find out what a wire costs, not for every
-    step.
+    Exact is attention of these q, k, v and dout in real numbers. The bounds are proven, also under
+    stochastic rounding; docs/float8.md derives them. It runs the forward pass (twice if there is a
+    sink), and a forward and a backward pass of two numbers a value whose operands are not rounded:
+    to find out what a wire costs, not for every step.
 
     Args:
         q, k, v: of attention, this rank's rows.

@@ -3,8 +3,6 @@
 docs/float8.md derives every formula.
 """
 
-import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,15 +22,12 @@ from tilewise.verification.rounding_errors import (
     Norms,
     errors,
     keys,
-    norm,
     norms,
     stochastic,
     wire_of,
 )
 from tilewise.wires.wire import Plain, Wires
 
-FAILURE = 1e-9
-"""The probability with which a row may exceed its bound under stochastic rounding."""
 _SLACK = 1 + 1e-5
 """For the rounding of the bounds themselves."""
 
@@ -214,13 +209,7 @@ def output_bound(
     if spread is not None:
         weight_margin = torch.exp(8 * score_shift.by_arithmetic)  # the two passes' weights
         weights, values = weight_margin * spread.weights, weight_margin[..., None] * spread.values
-        tokens, width = forward.layouts[Side.KV].num_tokens, payload.v_head_dim
-        events = math.log((2 * tokens + 5 * width + 4) / FAILURE)
         by_values = torch.fmin(by_values, weights * key_norms.v_columns)
-        if stochastic(wire_of(payload)):
-            by_values = torch.fmin(
-                by_values, math.sqrt(events / 2) * weights * key_norms.v_steps.most
-            )
         middle = key_norms.middle.repeat_interleave(out.shape[2] // key_norms.middle.shape[2], 2)
         by_other_scores = torch.tanh(score_shift.by_arithmetic / 2) * key_norms.spread
         distances = (keep * out - middle).abs() + (by_values + rounded_values + by_other_scores)[
@@ -230,15 +219,12 @@ def output_bound(
         # the root of the sum of p^2 (v - sum p v)^2
         column = (values + distances * weights[..., None]).amax(-1)
         # the norm of a row's errors of scores, as the matrix of keys and that of errors allow
-        of_keys = scores.scale * q_norms.norm * key_norms.errors
-        shift_norm = of_keys + scores.scale * q_norms.error * (key_norms.matrix + key_norms.errors)
+        shift_norm = scores.scale * q_norms.norm * key_norms.errors
+        shift_norm += scores.scale * q_norms.error * (key_norms.matrix + key_norms.errors)
         shifted = score_shift.by_keys + score_shift.by_queries
         moved_weight = shift_norm * column * _steepest(shifted)
         moved_weight = moved_weight * torch.exp(torch.fmin(shift_norm * weights, shifted))
         by_scores = torch.fmin(by_scores, moved_weight + by_other_scores)
-        if stochastic(wire_of(payload)) and scores.softcap is None:
-            likely_bound = _by_likely_errors(scores.scale, q[0], score_shift, key_norms, events)
-            by_scores = likely_bound(weights, column, of_keys, by_scores)
     bound = _SLACK / keep * (by_scores + by_values + rounded_values)
     bounded = torch.isfinite(score_shift.total + key_norms.v.error_most) & ~bound.isnan()
     return torch.where(bounded, bound, torch.inf)
@@ -247,60 +233,3 @@ def output_bound(
 def _steepest(largest: Tensor) -> Tensor:
     """The largest |exp(x) - 1| / |x| of any |x| up to it."""
     return torch.where(largest > 0, torch.expm1(largest) / largest, 1.0)
-
-
-def _by_likely_errors(
-    scale: float, q: Tensor, score_shift: ScoreShift, key_norms: Keys, events: float
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return the bound from errors of keys that are rounded at random; it may fail with a
-    probability of FAILURE a row.
-    """
-    q = q.double().abs()
-    # Hoelder: of the products of q's numbers and spacings, the norm
-    products = (
-        q.amax(-1) * key_norms.k_steps.norm,
-        norm(q, 4) * key_norms.k_steps.norm_4,
-        norm(q) * key_norms.k_steps.most,
-    )
-    sigma = scale / 2 * torch.stack(products).amin(0)
-    deviations = math.sqrt(2 * events) * sigma
-    largest_shift = torch.fmin(deviations, score_shift.by_keys)  # of all scores
-    by_other_scores = torch.tanh(score_shift.others / 2) * key_norms.spread
-
-    def bound(weights: Tensor, column: Tensor, errors_norm: Tensor, proven_bound: Tensor) -> Tensor:
-        """weights, column: of rounded scores; together: errors' norm; near: what is proven."""
-        squared_weights, best_bound = (
-            torch.ones_like(largest_shift),
-            proven_bound,
-        )  # exact: sum p^2 without rounding
-        for _ in range(4):  # the bounds make each other smaller
-            mean = torch.fmin(deviations * squared_weights.sqrt(), largest_shift)
-            squared = sigma**2 * (
-                1 + 2 * (events * squared_weights).sqrt() + 2 * events * squared_weights.sqrt()
-            )
-            weight_growth = (
-                1 + mean + torch.exp(largest_shift) / 2 * torch.fmin(largest_shift**2, squared)
-            )
-            weight_growth = weight_growth * torch.exp(
-                largest_shift + 2 * score_shift.others
-            )  # a weight
-            squared_weights = torch.fmin(squared_weights, (weights * weight_growth) ** 2)
-            width = (
-                torch.fmin(squared_weights, squared_weights.sqrt() / 4).sqrt() * key_norms.spread
-            )
-            width = torch.fmin(width, weight_growth * (column + best_bound * weights))
-            second_order = sigma**2 * (
-                key_norms.spread / 2 + 2 * (math.sqrt(events) + events) * width
-            )
-            proven = (
-                torch.fmin(largest_shift * key_norms.spread / 2, errors_norm * width)
-                * largest_shift
-            )
-            second_order = torch.fmin(second_order, proven)
-            by_keys = (
-                deviations * width + torch.exp(largest_shift) / 2 * second_order
-            ) * torch.exp(mean)
-            best_bound = torch.fmin(best_bound, by_keys + by_other_scores)
-        return best_bound
-
-    return bound

@@ -14,7 +14,6 @@ from tilewise.compiler.code import Code, Encode, Home
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.execution.encoding import decode, encode
 from tilewise.execution.run import part_of
-from tilewise.kernels.float8 import spacing
 from tilewise.plan.ir import Side
 from tilewise.plan.payload import Payload
 from tilewise.transport.means import on_every_rank
@@ -38,14 +37,6 @@ class Norms(NamedTuple):
     error_most: Tensor
 
 
-class Steps(NamedTuple):
-    """Norms of the distances of the numbers between which stochastic rounding chooses."""
-
-    norm: Tensor
-    norm_4: Tensor
-    most: Tensor
-
-
 class Keys(NamedTuple):
     """Largest over all keys: float64 [1, batch, num_heads] each.
 
@@ -63,8 +54,6 @@ class Keys(NamedTuple):
     spread: Tensor
     k: Norms
     v: Norms
-    k_steps: Steps
-    v_steps: Steps
     middle: Tensor
     reach: Tensor
 
@@ -115,18 +104,19 @@ def keys(
         named: k and v of this rank; error: theirs, as errors gives it.
         zero: values that are 0 take part.
     """
-    wire, columns = wire_of(resolved.payload), []
+    columns = list[Tensor]()
     for name in ("k", "v"):
         columns += norms(named[name], error[name])
-    for name in ("k", "v"):
-        columns += _steps(wire, named[name], error[name])
     v = named["v"].double()
     rows = torch.cat([torch.stack(columns, -1), v, -v], -1)
     start = rows.new_full((1, *rows.shape[1:]), -torch.inf)
     # A key that several groups of heads get is rounded at random in each.
     groups = resolved.groups
     copies = groups.groups * resolved.payload.heads(Side.KV) > groups.num_kv_heads
-    spectra = _spectrum(named["k"].double()), _spectrum(error["k"], stochastic(wire) and copies)
+    spectra = (
+        _spectrum(named["k"].double()),
+        _spectrum(error["k"], stochastic(wire_of(resolved.payload)) and copies),
+    )
     sums = torch.cat([v.sum(0), error["v"].square().sum(0), torch.stack(spectra, -1)], -1)
     rank_values = torch.cat([torch.cat([rows, start]).amax(0), sums], -1)
     split = len(columns), *[v.shape[-1]] * 4, 2
@@ -145,10 +135,7 @@ def keys(
     matrix, of_errors, v_columns, spread = by_head[..., :4].unbind(-1)
     by_number = iter(by_head[..., 4:].unbind(-1))
     k_norms, v_norms = (Norms(*islice(by_number, len(Norms._fields))) for _ in range(2))
-    k_steps, v_steps = (Steps(*islice(by_number, len(Steps._fields))) for _ in range(2))
-    return Keys(
-        *(matrix, of_errors, v_columns, spread), k_norms, v_norms, k_steps, v_steps, middle, reach
-    )
+    return Keys(matrix, of_errors, v_columns, spread, k_norms, v_norms, middle, reach)
 
 
 def wire_of(payload: Payload) -> Wire:
@@ -170,17 +157,10 @@ def _spectrum(rows: Tensor, unsigned: bool = False) -> Tensor:
     return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0)
 
 
-def _steps(wire: Wire, x: Tensor, error: Tensor) -> Steps:
-    if not stochastic(wire) or not error.any():
-        return Steps(*[error.sum(-1) * 0.0] * 3)
-    distances = spacing(wire, x).double()
-    return Steps(norm(distances), norm(distances, 4), distances.amax(-1))
-
-
 def stochastic(wire: Wire) -> TypeGuard[Float8]:
     return isinstance(wire, Float8) and wire.stochastic
 
 
-def norm(x: Tensor, order: int = 2) -> Tensor:
-    """Return the norm of every last row."""
-    return torch.linalg.vector_norm(x, order, -1)
+def norm(x: Tensor) -> Tensor:
+    """Return the Euclidean norm of every last row."""
+    return torch.linalg.vector_norm(x, dim=-1)
