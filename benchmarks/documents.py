@@ -5,7 +5,7 @@ mean over ranks, and the busiest sender and receiver. The reference (hypergraph.
 `partition`; without it the figures that tests keep of it are taken.
 
     python benchmarks/documents.py [--ranks 8,64,96] [--seeds 5] [--no-mesh] [--json]
-    python benchmarks/documents.py --reference > tests/documents_reference.json
+    python benchmarks/documents.py --reference > tests/strategies/documents_reference.json
 """
 
 from __future__ import annotations
