@@ -262,6 +262,7 @@ class Workload:
             v_head_dim=self.v_head_dim,
             max_logit=self.max_logit,
             canonical=self.canonical,
+            given_layout=self.layout_for(world_size),
         )
 
     @checks_arguments

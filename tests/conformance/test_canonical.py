@@ -155,6 +155,31 @@ def test_every_option_gives_the_bits_of_one_rank(name: str):
         assert_same(found, alone(case))
 
 
+@pytest.mark.parametrize("make", [tw.needed, tw.tiled], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "mask", [tw.Causal(), tw.Document([0, 130, 140, TOKENS]) | tw.Window(1, 1)]
+)
+@pytest.mark.parametrize(
+    "layout", [tw.contiguous(TOKENS, 4), tw.striped(TOKENS, 3), uneven(5)], ids=repr
+)
+def test_plans_made_for_a_mask_and_any_layout_give_the_bits_of_one_rank(
+    make: Any, mask: Any, layout: tw.Layout
+):
+    case = made(mask=mask)
+    plan = make(mask, layout)
+    assert_same(results(case, plan, layout), alone(case))
+    work = tw.Workload(
+        TOKENS, HEADS, KV_HEADS, WIDTH, "float32", mask=mask, layout=layout, reduction="canonical"
+    )
+    plan.check_canonical(work)
+
+
+def test_a_plan_made_for_another_layout_is_refused_as_ever():
+    case, plan = made(), tw.needed(tw.Causal(), tw.striped(TOKENS, 3))
+    with pytest.raises(ValueError, match=r"needed is a plan for .* on striped"):
+        results(case, plan, tw.zigzag(TOKENS, 3))
+
+
 def test_save_pruning_exact_wires_and_a_backward_plan_change_no_bit():
     case, layout = made(), tw.striped(TOKENS, 4)
     expected = alone(case)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from tilewise.compiler.checker import check_before_run
 from tilewise.compiler.pruning import check_made_for, prune_shards, shard_layouts
 from tilewise.layouts.layout import Layout
+from tilewise.layouts.leaves import leaf_edges
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, Transfer
 from tilewise.plan.payload import HeadGroups, Payload, check_gathered, head_groups, saving
@@ -21,6 +22,7 @@ class CallShape(NamedTuple):
         v_head_dim: of v if it differs from that of q and k.
         max_logit: the largest scores are asked for.
         canonical: results are not to depend on how they are split: layouts are of whole leaves.
+        given_layout: of a canonical call, before rows move to whole leaves; None: layout.
     """
 
     mask: Mask
@@ -36,6 +38,7 @@ class CallShape(NamedTuple):
     v_head_dim: int | None = None
     max_logit: bool = False
     canonical: bool = False
+    given_layout: Layout | None = None
 
     def payload(self, num_head_groups: int) -> Payload:
         """Return what travels forward where heads are cut into so many groups."""
@@ -102,6 +105,10 @@ def resolve_passes(
 def _resolved(call: CallShape, plan: Plan) -> ResolvedPass:
     """The plan's forward pass."""
     heads = call.num_heads, call.num_kv_heads
+    if call.canonical and plan.traits.on_blocks is not None:
+        check_made_for(plan, call.mask, call.given_layout or call.layout)
+        edges = leaf_edges(call.mask, call.layout.num_tokens, call.num_heads // call.num_kv_heads)
+        plan = plan.on_blocks(call.mask, call.layout, edges)
     plan = plan.tuned(*heads)
     check_made_for(plan, call.mask, call.layout)
     layouts = shard_layouts(plan, call.layout, call.kv_layout, call.q_positions)

@@ -159,6 +159,7 @@ def resolve(
         v_head_dim=v_head_dim,
         max_logit=call.return_max_logit,
         canonical=canonical,
+        given_layout=call.layout,
     )
     passes = resolve_passes(shape, call.plan, call.backward_plan)
     q_leaves, kv_leaves = (

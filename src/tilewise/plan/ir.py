@@ -212,6 +212,9 @@ class Traits(NamedTuple):
             who compose plans.
         made_for: the mask and the layout that a mask-aware plan covers, and no other.
         tuning: how to make such a plan anew for heads; None: it is for any, or for its own.
+        on_blocks: (mask, layout, edges) -> Plan, a module's function or a partial of one: makes a
+            mask-aware plan anew for a layout of whole blocks, which begin at these positions, so
+            that no shard begins or ends within a block. None: there is no such way.
         proven: tests prove what the strategy makes; any other plan is checked before it first runs.
         exchanges: steps that are exchanges of whole teams; a pruned plan keeps them.
     """
@@ -220,6 +223,7 @@ class Traits(NamedTuple):
     head_split: tuple[int, Plan] | None = None
     made_for: tuple[Hashable, Hashable] | None = None
     tuning: HeadTuning | None = None
+    on_blocks: Callable[[Any, Any, tuple[int, ...]], Plan] | None = None
     proven: bool = False
     exchanges: tuple[TeamExchange, ...] = ()
 
@@ -433,6 +437,16 @@ class Plan(OpaqueValue):
     def _tuned(self, num_heads: int, num_kv_heads: int) -> Plan:
         assert self.traits.tuning is not None
         return self.traits.tuning.plan(num_heads, num_kv_heads)
+
+    @kept_with_plan()
+    def on_blocks(self, mask: Hashable, layout: Hashable, edges: tuple[int, ...]) -> Plan:
+        """A mask-aware plan made anew for a layout of whole blocks, of which it cuts none.
+
+        Args:
+            edges: positions at which blocks begin, and num_tokens.
+        """
+        make = self.traits.on_blocks
+        return self if make is None else make(mask, layout, edges)
 
     def replaced(self, name: str, steps: Iterable[Step]) -> Plan:
         """This plan with other steps, of which nobody knows more than they say."""

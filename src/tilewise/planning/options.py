@@ -206,7 +206,7 @@ def _aware(work: Workload, world_size: int, node_size: int) -> Iterator[Variant]
     layout = work.layout_for(world_size)
     for strategy in MASK_AWARE:
         if strategy.make is tiled and (world_size > UNLIKE_RANKS or work.canonical):
-            continue  # its blocks would split leaves
+            continue  # it is made anew for whole leaves: a file of it would say other steps
         make = partial(strategy.plan, work.mask, layout, work.kv_bytes())
         yield Variant(strategy.name, make, Shape())
         if strategy.make is needed and node_size < world_size:

@@ -6,6 +6,7 @@ nodes are known, rows that several ranks of a node read cross to it once and are
 Source: the group cast of MagiAttention (SandAI 2025), and its hierarchical form.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -82,8 +83,14 @@ def needed(mask: Mask, layout: Layout, node_size: int | None = None) -> Plan:
 
     nodes = "" if size >= n else f", node_size={size}"
     name = f"needed({mask!r}, {layout!r}{nodes})"
-    traits = Traits(made_for=(mask, layout), proven=True)
+    on_blocks = functools.partial(_on_blocks, node_size)
+    traits = Traits(made_for=(mask, layout), on_blocks=on_blocks, proven=True)
     return Plan(name, n, 1, own_shards(n), script=script, traits=traits)
+
+
+def _on_blocks(node_size: int | None, mask: Mask, layout: Layout, _: tuple[int, ...]) -> Plan:
+    """The plan for whole blocks: it cuts no shard anyway."""
+    return needed(mask, layout, node_size)
 
 
 Table = Mapping[tuple[int, int], Cell]

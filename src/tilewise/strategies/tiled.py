@@ -5,7 +5,9 @@ read them so that no owner sends to everybody.
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import inf
+from typing import TypeAlias
 
 from tilewise.arguments import MOST_RANKS, checks_arguments, whole_number
 from tilewise.layouts.layout import Layout
@@ -14,6 +16,9 @@ from tilewise.plan.ir import MHA, HeadTuning, Plan
 from tilewise.strategies.tiling.causal.planner import suits, triangle_layout, triangle_plan
 from tilewise.strategies.tiling.placement import LEVEL, Balance
 from tilewise.strategies.tiling.planner import PlacedPlans, placed_layout
+
+MakePlan: TypeAlias = Callable[[Mask, Layout, float], Plan]
+"""Makes a plan for a mask and a layout of (mask, layout, kv_bytes)."""
 
 BETWEEN = 1.0  # owners chosen for this serve MHA and eight query heads per KV head alike
 
@@ -55,6 +60,13 @@ def tiled(
     make = PlacedPlans(balance)
     if suits(mask, layout) and balance == LEVEL:
         make = triangle_plan
+    plan = _made(make, mask, layout, kv_bytes)
+    on_blocks = partial(_on_blocks, balance, kv_bytes)
+    return plan.changed(traits=plan.traits._replace(on_blocks=on_blocks))
+
+
+def _made(make: MakePlan, mask: Mask, layout: Layout, kv_bytes: float | None) -> Plan:
+    """The plan of these bytes, or one that is made anew for the heads of a call."""
     if kv_bytes is not None:
         return make(mask, layout, _positive(kv_bytes))
     plan = make(mask, layout, MHA)
@@ -62,8 +74,15 @@ def tiled(
     return plan.changed(traits=plan.traits._replace(tuning=tuning))
 
 
+def _on_blocks(
+    balance: Balance, kv_bytes: float | None, mask: Mask, layout: Layout, edges: tuple[int, ...]
+) -> Plan:
+    """The plan whose shards begin and end where blocks do."""
+    return _made(PlacedPlans(balance, edges), mask, layout, kv_bytes)
+
+
 def _for_heads(
-    make: Callable[[Mask, Layout, float], Plan],
+    make: MakePlan,
     mask: Mask,
     layout: Layout,
     num_heads: int,

@@ -129,11 +129,27 @@ def placed_layout(mask: Mask, num_tokens: int, n: int, kv_bytes: float, balance:
     return min((tiled, other_layout), key=lambda x: _least(mask, x, kv_bytes, balance)[0])
 
 
-def placed_plan(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance = LEVEL) -> Plan:
-    """The plan that moves least on this layout of those whose work is level."""
-    _, chosen = _least(mask, layout, kv_bytes, balance)
-    if chosen is None:
-        return triangle_plan(mask, layout, kv_bytes)
+def placed_plan(
+    mask: Mask,
+    layout: Layout,
+    kv_bytes: float,
+    balance: Balance = LEVEL,
+    edges: tuple[int, ...] | None = None,
+) -> Plan:
+    """The plan that moves least on this layout of those whose work is level.
+
+    Args:
+        edges: positions at which blocks begin that are not cut, each whole on a rank; and
+            num_tokens. None: shards may begin and end anywhere.
+    """
+    if edges is None:
+        _, chosen = _least(mask, layout, kv_bytes, balance)
+        if chosen is None:
+            return triangle_plan(mask, layout, kv_bytes)
+    else:
+        own_queries = RoutedWork.of(_own_queries(mask, layout), kv_bytes, balance)
+        works = _meshes(mask, layout, kv_bytes, balance, edges)
+        chosen = _better([RoutedWork.of(work, kv_bytes, balance) for work in works], own_queries)
     name = f"tiled({mask!r}, {_call(mask, layout)}, kv_bytes={kv_bytes}{balance})"
     return assemble(name, chosen.work, chosen.flows, (mask, layout), kv_bytes)
 
@@ -142,9 +158,10 @@ class PlacedPlans(NamedTuple):
     """placed_plan of a balance, as a value: plans that keep how they were made compare by it."""
 
     balance: Balance
+    edges: tuple[int, ...] | None = None
 
     def __call__(self, mask: Mask, layout: Layout, kv_bytes: float) -> Plan:
-        return placed_plan(mask, layout, kv_bytes, self.balance)
+        return placed_plan(mask, layout, kv_bytes, *self)
 
 
 def _least(
@@ -243,13 +260,28 @@ def _fitted(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance) -> Pl
     return replace(placed_here, pieces=tuple(pieces))
 
 
-def _meshes(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance) -> Iterator[ShardOwners]:
-    """Mesh patterns on parts of every rank's rows, made level."""
+def _meshes(
+    mask: Mask,
+    layout: Layout,
+    kv_bytes: float,
+    balance: Balance,
+    edges: tuple[int, ...] | None = None,
+) -> Iterator[ShardOwners]:
+    """Mesh patterns on parts of every rank's rows, made level.
+
+    Args:
+        edges: positions at which parts may begin; None: anywhere.
+    """
     n = layout.world_size
     homes, cuts = [], []
     for rank, size in enumerate(layout.sizes):
-        edges = np.unique(np.linspace(0, size, max(1, PARTS // n) + 1).astype(int)).tolist()
-        for piece in pairwise(edges if size else [0, 0]):
+        allowed = np.arange(size + 1)
+        if edges is not None:
+            blocks = np.searchsorted(edges, layout.rows(rank), "right")
+            allowed = np.flatnonzero(np.diff(blocks, prepend=-1, append=-1))
+        places = np.linspace(0, len(allowed) - 1, max(1, PARTS // n) + 1).astype(int)
+        starts = np.unique(allowed[places]).tolist() if size else [0, 0]
+        for piece in pairwise(starts):
             homes.append(rank)
             cuts.append(piece)
     cut_layout = layout.cut(homes, cuts)
