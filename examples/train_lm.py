@@ -7,6 +7,12 @@ library, each top-level definition a document, packed end to end and masked apar
 trains the same model with nothing split, on plain dense attention of torch, and both loss curves
 must agree to rounding; a plot (by matplotlib, of the extra `report`) and a JSON file of them are
 written. Plain python is one rank.
+
+A run may stop and go on, also on another number of ranks. With `--reduction canonical` that changes
+no bit of the losses:
+
+    torchrun --nproc-per-node 2 examples/train_lm.py --steps 30 --save out/half.pt
+    torchrun --nproc-per-node 4 examples/train_lm.py --steps 60 --resume out/half.pt
 """
 
 import argparse
@@ -14,8 +20,9 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -227,7 +234,11 @@ class Split:
     """The sequence split over the ranks of the default group, if there is one."""
 
     def __init__(
-        self, num_tokens: int, strategy: str, wire: str = "none", reduction: str = "fast"
+        self,
+        num_tokens: int,
+        strategy: str,
+        wire: str = "none",
+        reduction: Literal["fast", "canonical"] = "fast",
     ) -> None:
         self.wire = WIRES[wire]
         plan = "auto" if strategy == "auto" else read_plan(strategy, ranks()[1])
@@ -249,7 +260,44 @@ class Split:
 
 
 Way = Whole | Split
-Trained = tuple[Llama, list[float]]
+SETTINGS = ("num_tokens", "dtype", "learning_rate", "seed")
+"""Arguments that a run that goes on has in common with the one that stopped."""
+
+
+class Trained(NamedTuple):
+    """A model after some steps, and the loss of each step so far."""
+
+    model: Llama
+    optimizer: torch.optim.AdamW
+    losses: list[float]
+
+    def save(self, args: argparse.Namespace) -> None:
+        """Write all that a run needs to go on; the first rank alone does."""
+        args.save.parent.mkdir(parents=True, exist_ok=True)
+        run = {"config": asdict(self.model.config), "losses": self.losses}
+        run |= {name: getattr(args, name) for name in SETTINGS}
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(run | states, args.save)
+
+    def resume(self, args: argparse.Namespace) -> None:
+        """Take over the state that a run has written; every rank does."""
+        if not args.resume.exists():
+            raise SystemExit(f"no run at {args.resume}; stop one with --save {args.resume}")
+        saved = torch.load(args.resume)
+        for name in SETTINGS:
+            if saved[name] != getattr(args, name):
+                raise SystemExit(
+                    f"--{name.replace('_', '-')} ({getattr(args, name)}) was {saved[name]} in the "
+                    f"run that wrote {args.resume}; go on with the same"
+                )
+        if len(saved["losses"]) > args.steps:
+            raise SystemExit(
+                f"--steps ({args.steps}) must be at least {len(saved['losses'])}, the steps of the "
+                f"run that wrote {args.resume}"
+            )
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.losses.extend(saved["losses"])
 
 
 def ranks() -> tuple[int, int]:
@@ -269,27 +317,35 @@ def train_step(model: Llama, optimizer: torch.optim.AdamW, way: Way, b: Batch) -
     return float(loss.detach())
 
 
-def train(way: Way, args: argparse.Namespace, on_step: Callable[[float], None]) -> Trained:
-    """The trained model and its losses; the same on every rank."""
+def train(
+    way: Way, args: argparse.Namespace, on_step: Callable[[int, float], None], resume: bool = True
+) -> Trained:
+    """The trained model and its losses; the same on every rank.
+
+    Args:
+        on_step: called with the number of steps done and the last one's loss.
+        resume: go on from args.resume, if there is one.
+    """
     torch.manual_seed(args.seed)
     model = Llama(Config()).to(getattr(torch, args.dtype))
     options = {"lr": args.learning_rate, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
-    losses = []
-    for _, batch in zip(range(args.steps), batches(args.num_tokens, args.seed), strict=False):
-        losses.append(train_step(model, optimizer, way, batch))
-        on_step(losses[-1])
-    return model, losses
+    run = Trained(model, torch.optim.AdamW(model.parameters(), **options), [])
+    if resume and args.resume:
+        run.resume(args)
+    for batch in islice(batches(args.num_tokens, args.seed), len(run.losses), args.steps):
+        run.losses.append(train_step(model, run.optimizer, way, batch))
+        on_step(len(run.losses), run.losses[-1])
+    return run
 
 
-def with_progress(way: Way, args: argparse.Namespace, title: str) -> Trained:
+def with_progress(way: Way, args: argparse.Namespace, title: str, resume: bool = True) -> Trained:
     """train, with a progress bar on rank 0."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     loss = TextColumn("loss {task.fields[loss]:.3f}")
     console = Console(stderr=True, quiet=ranks()[0] != 0)
     with Progress(*columns, loss, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task(title, total=args.steps, loss=float("nan"))
-        return train(way, args, lambda x: progress.update(task, advance=1, loss=x))
+        return train(way, args, lambda n, x: progress.update(task, completed=n, loss=x), resume)
 
 
 def plot(split: list[float], whole: list[float], title: str, path: Path) -> None:
@@ -313,7 +369,7 @@ def plot(split: list[float], whole: list[float], title: str, path: Path) -> None
 
 def compare(model: Llama, split: list[float], args: argparse.Namespace, console: Console) -> None:
     """Train with nothing split, write both curves, and fail if losses or parameters differ."""
-    other, whole = with_progress(Whole(), args, "nothing split")
+    other, _, whole = with_progress(Whole(), args, "nothing split", resume=False)
     a, b = torch.tensor([split, whole], dtype=torch.float64)
     worst = float(((a - b) / b).abs().max())  # torch's max keeps nan, Python's may drop it
     a, b = (nn.utils.parameters_to_vector(m.parameters()).detach() for m in (model, other))
@@ -348,6 +404,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--save", type=Path, help="write the trained model to this file")
+    parser.add_argument("--resume", type=Path, help="go on with the run that wrote this file")
     parser.add_argument("--out", type=Path, default=Path("out/train_lm"))
     return parser.parse_args(argv)
 
@@ -361,12 +418,12 @@ def main(argv: list[str] | None = None) -> None:
         dist.init_process_group("gloo")
     console = Console(quiet=ranks()[0] != 0)
     way = Split(args.num_tokens, args.strategy, args.wire, args.reduction)
-    model, losses = with_progress(way, args, f"split over {ranks()[1]}")
-    console.print(f"loss {losses[0]:.3f} to {losses[-1]:.3f} nats per byte")
+    run = with_progress(way, args, f"split over {ranks()[1]}")
+    console.print(f"loss {run.losses[0]:.3f} to {run.losses[-1]:.3f} nats per byte")
     if ranks()[0] == 0 and args.save:
-        torch.save({"config": asdict(model.config), "model": model.state_dict()}, args.save)
+        run.save(args)
     if ranks()[0] == 0 and args.compare:
-        compare(model, losses, args, console)
+        compare(run.model, run.losses, args, console)
     if dist.is_initialized():
         dist.barrier()
 

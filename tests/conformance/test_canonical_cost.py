@@ -10,7 +10,8 @@ import torch
 
 import tilewise as tw
 from tilewise.compiler.code import AttendLeaves, Finish, Merge
-from tilewise.layouts.leaves import MOST_TERMS, leaf_edges, leaf_size, split_leaves
+from tilewise.layouts.leaves import MOST_TERMS, leaf_edges, leaf_size
+from tilewise.layouts.whole_blocks import split_blocks
 
 TOKENS = 1024
 WORK = tw.Workload(
@@ -42,7 +43,7 @@ def test_volume_is_codes_and_moves(layout: Any):
         codes = [plan.code(work, rank, backward=bool(passes)).bytes_sent for rank in range(3)]
         assert [a - b for a, b in zip(sent, rows, strict=True)] == codes
     assert (sum(moved.forward) > 0) == bool(
-        split_leaves(work.layout_for(3), leaf_edges(work.mask, TOKENS, 2))
+        split_blocks(work.layout_for(3), leaf_edges(work.mask, TOKENS, 2))
     )
 
 
@@ -77,7 +78,7 @@ def test_simulate_counts_the_moves_and_search_takes_plans_that_keep_the_promise(
     assert sent[0] > sent[1]
     for found in tw.search(replace(WORK, layout="zigzag"), machine, world_size=4):
         assert found.strategy != "tiled"
-        assert not split_leaves(found.layout, leaf_edges(WORK.mask, TOKENS, 2))
+        assert not split_blocks(found.layout, leaf_edges(WORK.mask, TOKENS, 2))
 
 
 def call(**options: Any) -> Any:

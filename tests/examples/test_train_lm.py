@@ -1,6 +1,7 @@
 """The training example: split training is unsplit training, and it learns."""
 
 import json
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,9 @@ class ForgetsToSum(train_lm.Split):
 
 def train_without_sums(rank: int) -> float:
     args = train_lm.arguments(SMALL)
-    _, split = train_lm.train(ForgetsToSum(args.num_tokens, "auto"), args, lambda loss: None)
-    _, whole = train_lm.train(train_lm.Whole(), args, lambda loss: None)
-    return max(abs(a - b) / b for a, b in zip(split, whole, strict=True))
+    split = train_lm.train(ForgetsToSum(args.num_tokens, "auto"), args, lambda *_: None)
+    whole = train_lm.train(train_lm.Whole(), args, lambda *_: None)
+    return max(abs(a - b) / b for a, b in zip(split.losses, whole.losses, strict=True))
 
 
 def test_the_comparison_notices_gradients_that_are_not_summed():
@@ -70,16 +71,60 @@ def test_labels_stay_within_their_documents():
     assert ends[-1] and torch.equal(starts[1:], ends[:-1])
 
 
-def canonical_losses(rank: int, strategy: str) -> tuple[list[float], float]:
-    """The losses, and a sum of all parameters after the last step."""
-    args = train_lm.arguments(["--num-tokens", "300", "--steps", "3", "--dtype", "float32"])
-    way = train_lm.Split(args.num_tokens, strategy, reduction="canonical")
-    model, losses = train_lm.train(way, args, lambda loss: None)
-    return losses, float(sum(p.detach().double().sum() for p in model.parameters()))
+SHORT = "--num-tokens", "300", "--dtype", "float32"
 
 
-def test_a_canonical_reduction_trains_to_the_same_bits_on_any_number_of_ranks():
-    alone = canonical_losses(0, "auto")
-    assert alone[0][-1] < alone[0][0]
-    for n, strategy in ((2, "ulysses(2)"), (3, "ring(3)")):
-        assert run_processes(n, canonical_losses, strategy) == [alone] * n
+def canonical_run(rank: int, *options: str) -> tuple[list[float], str]:
+    """The losses, and a digest of all parameters after the last step."""
+    args = train_lm.arguments([*options])
+    way = train_lm.Split(args.num_tokens, args.strategy, reduction="canonical")
+    run = train_lm.train(way, args, lambda *_: None)
+    if args.save and rank == 0:
+        run.save(args)
+    parameters = [p.detach().numpy().tobytes() for p in run.model.parameters()]
+    return run.losses, sha256(b"".join(parameters)).hexdigest()
+
+
+def test_a_canonical_reduction_trains_to_the_same_bits_also_if_other_ranks_go_on(tmp_path: Path):
+    path, steps = str(tmp_path / "run.pt"), ("--steps", "3")
+    losses, digest = canonical_run(0, *SHORT, *steps)
+    assert losses[-1] < losses[0]
+    begin = *SHORT, "--strategy", "ulysses(2)", "--steps", "2", "--save", path
+    assert [run[0] for run in run_processes(2, canonical_run, *begin)] == [losses[:2]] * 2
+    go_on = *SHORT, "--strategy", "ring(3)", *steps, "--resume", path
+    assert run_processes(3, canonical_run, *go_on) == [(losses, digest)] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_sixty_canonical_steps_have_the_same_bits_at_1_2_4_and_8_ranks_and_after_a_resume(
+    tmp_path: Path,
+):
+    alone = canonical_run(0, "--dtype", "float32")
+    assert len(alone[0]) == 60
+    for n in (2, 4, 8):
+        assert run_processes(n, canonical_run, "--dtype", "float32") == [alone] * n, n
+    for before, after in ((2, 4), (4, 1)):
+        path = str(tmp_path / f"{before}.pt")
+        words = "--dtype", "float32", "--steps", "25", "--save", path
+        run_processes(before, canonical_run, *words)
+        resumed = run_processes(after, canonical_run, "--dtype", "float32", "--resume", path)
+        assert resumed == [alone] * after
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("--num-tokens", "301"), r"--num-tokens \(301\) was 300"),
+        (("--steps", "1"), r"--steps \(1\) must be at least 2"),
+        (("--resume", "nowhere.pt"), "no run at nowhere.pt"),
+    ],
+)
+def test_a_run_goes_on_only_as_it_began(change: tuple[str, str], message: str, tmp_path: Path):
+    path = tmp_path / "run.pt"
+    args = train_lm.arguments([*SHORT, "--steps", "2", "--save", str(path)])
+    model = train_lm.Llama(train_lm.Config())
+    train_lm.Trained(model, torch.optim.AdamW(model.parameters()), [3.0, 2.0]).save(args)
+    options = [*SHORT, "--resume", str(path), *change]
+    with pytest.raises(SystemExit, match=message):
+        train_lm.train(train_lm.Whole(), train_lm.arguments(options), lambda *_: None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tilewise.arguments import dtype_name
 from tilewise.compiler.resolved import ResolvedPass
-from tilewise.layouts.leaves import edges_of_sides, split_leaves
+from tilewise.layouts.leaves import edges_of_sides
+from tilewise.layouts.whole_blocks import split_blocks
 from tilewise.plan.ir import Side
 from tilewise.plan.payload import accumulator
 from tilewise.wires.wire import Plain, Wires
@@ -49,7 +50,7 @@ def check_whole_leaves(passes: tuple[ResolvedPass, ResolvedPass]) -> None:
         for side, layout in zip(Side, layouts, strict=True):
             if side is Side.Q and resolved.plan.replicated_queries:
                 continue  # every rank has the same rows
-            split = split_leaves(layout, edges[side])
+            split = split_blocks(layout, edges[side])
             if split:
                 start, stop = edges[side][split[0] : split[0] + 2]
                 raise ValueError(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.layouts.layout import Layout
-from tilewise.layouts.whole_blocks import whole_blocks
+from tilewise.layouts.whole_blocks import split_blocks, whole_blocks
 from tilewise.masks.base import Mask
 from tilewise.masks.components import components
 
@@ -89,21 +89,4 @@ def leaf_layout(layout: Layout, edges: tuple[int, ...]) -> Layout:
     Args:
         layout: each token belongs to one rank.
     """
-    return whole_blocks(layout, edges) if split_leaves(layout, edges) else layout
-
-
-def split_leaves(layout: Layout, edges: tuple[int, ...]) -> list[int]:
-    """Leaves, by number, that are not whole on one shard of a layout, their rows in order."""
-    starts, found = np.asarray(edges), set[int]()
-    for shard in range(layout.world_size):
-        rows = layout.rows(shard)
-        leaf = np.searchsorted(starts, rows, "right") - 1
-        first = np.flatnonzero(np.diff(leaf, prepend=-1) != 0)
-        stop = np.append(first, len(rows))[1:]
-        for begin, end in zip(first.tolist(), stop.tolist(), strict=True):
-            number = int(leaf[begin])
-            size = int(starts[number + 1] - starts[number])
-            piece = rows[begin:end]
-            if end - begin != size or (np.diff(piece) != 1).any():
-                found.add(number)
-    return sorted(found)
+    return whole_blocks(layout, edges) if split_blocks(layout, edges) else layout

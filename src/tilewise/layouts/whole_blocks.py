@@ -1,4 +1,4 @@
-"""Layouts whose shards are whole blocks of the sequence, as near as can be to another layout."""
+"""Blocks of the sequence that are whole on a rank: which are not, and layouts whose blocks are."""
 
 from __future__ import annotations
 
@@ -33,3 +33,21 @@ def whole_blocks(layout: Layout, edges: Sequence[int]) -> Layout:
         num_tokens[rank] += stop - start
     whole = Layout(layout.num_tokens, runs, f"{layout.name}, whole blocks")
     return layout if whole == layout else whole
+
+
+def split_blocks(layout: Layout, edges: Sequence[int]) -> list[int]:
+    """Return the blocks, by number, that are not whole on one shard of a layout, rows in order.
+
+    Args:
+        edges: where blocks begin, and the number of tokens: 0, ..., num_tokens.
+    """
+    starts, found = np.asarray(edges), set[int]()
+    for shard in range(layout.world_size):
+        rows = layout.rows(shard)
+        block = np.searchsorted(starts, rows, "right") - 1
+        first = np.flatnonzero(np.diff(block, prepend=-1) != 0)
+        last = np.append(first, len(rows))[1:] - 1
+        jumps = np.cumsum(np.diff(rows, prepend=rows[:1]) != 1)
+        split = (last + 1 - first != np.diff(starts)[block[first]]) | (jumps[first] != jumps[last])
+        found.update(block[first[split]].tolist())
+    return sorted(found)

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tilewise.arguments import require_type
 from tilewise.kernels.binned import add_terms, blank_sums, merge_sums, rounded
 from tilewise.layouts.layout import Layout
+from tilewise.layouts.whole_blocks import split_blocks
 from tilewise.plan.sums import MANY_TERMS
 from tilewise.tokens.pieces import Piece, pieces_of
 from tilewise.transport.agreement import agree, settled
@@ -142,22 +143,23 @@ def block_edges(num_tokens: int) -> list[int]:
 
 
 @lru_cache(maxsize=64)
+@lru_cache(maxsize=64)
 def check_blocks(layout: Layout) -> None:
     """Raise ValueError unless each block lies on one rank, in order."""
     if not layout.is_partition:
         raise ValueError(
             f"{layout!r} gives tokens to several ranks; by_blocks takes one owner each"
         )
-    n = layout.num_tokens
-    for rank in range(layout.world_size):
-        for edge in (edge for piece in _pieces(layout, rank) for edge in piece):
-            if edge % BLOCK and edge != n:
-                start = edge - edge % BLOCK
-                raise ValueError(
-                    f"{layout!r} cuts the block of tokens {start} to {min(start + BLOCK, n)} at "
-                    f"{edge}, but bits are the same at any split only where blocks of {BLOCK} are "
-                    "whole, as they are in the layout that ContextParallel makes by itself"
-                )
+    edges = *range(0, layout.num_tokens, BLOCK), layout.num_tokens
+    split = split_blocks(layout, edges)
+    if split:
+        start, stop = edges[split[0] : split[0] + 2]
+        raise ValueError(
+            f"{layout!r} splits the block of tokens {start} to {stop - 1}, and {len(split) - 1} "
+            f"more, over ranks, or has its tokens in another order; bits are the same at any split "
+            f"only where blocks of {BLOCK} are whole, as they are in the layout that "
+            "ContextParallel makes by itself"
+        )
 
 
 def _pieces(layout: Layout, rank: int) -> list[Piece]:
