@@ -82,3 +82,13 @@ def test_fewer_bytes_between_nodes_and_as_many_in_all():
     assert 3 * b["between"] <= a["between"]
     layouts = {plan: tw.simulate(plan, work, machine).seconds for plan in (plain, by_node)}
     assert layouts[by_node] < layouts[plain]
+
+
+@pytest.mark.parametrize("make", [tw.needed, tw.tiled])
+def test_a_plan_for_one_mask_has_no_place_within_another(make):
+    """Under another mask it would leave out pairs: nothing would show that it was made for one."""
+    inner = make(tw.Causal(), tw.contiguous(64, 2))
+    with pytest.raises(ValueError, match=r"ulysses needs an inner plan .* for any mask"):
+        tw.ulysses(2, inner=inner)
+    with pytest.raises(ValueError, match=r"hierarchical needs an inner plan .* for any mask"):
+        tw.hierarchical(tw.ring(2), inner)

@@ -36,18 +36,19 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
     Args:
         degree: must divide num_heads, and divide or be divided by num_kv_heads; that is checked
             where head counts are known.
-        inner: a plan over whole shards, each owned by one rank; its world size times degree is
-            this plan's. Outer shard s belongs to inner shard s div degree.
+        inner: a plan for any mask, over whole shards, each owned by one rank; its world size times
+            degree is this plan's. Outer shard s belongs to inner shard s div degree.
     """
     inner = ring(1) if inner is None else require_type(Plan, "inner", inner)
     degree = whole_number("degree", degree)
     if inner.traits.head_split is not None:  # two exchanges in a row would send everything twice
         inner_degree, innermost = inner.traits.head_split
         return ulysses(degree * inner_degree, inner=innermost)
-    if inner.owners != own_shards(inner.world_size) or inner.num_head_groups > 1 or inner.cuts:
+    whole_shards = inner.owners == own_shards(inner.world_size) and not inner.cuts
+    if not whole_shards or inner.num_head_groups > 1 or inner.made_for:
         raise ValueError(
-            f"ulysses needs an inner plan of whole heads in which rank r owns shard r, "
-            f"not {inner.name}"
+            f"ulysses needs an inner plan of whole heads and for any mask, in which rank r owns "
+            f"shard r, not {inner.name}"
         )
     n = degree * inner.world_size
 
