@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +13,28 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 
-from support.hf_models import case, result, summed
-from support.hybrid_models import CONFIGS, VOCABULARY, build, run_apart, split_in_threads, wrong
+import transformers
+from support.hf_models import build as llama
+from support.hf_models import case, errors, result, summed
+from support.hybrid_models import (
+    CONFIGS,
+    FULL,
+    LINEAR,
+    VOCABULARY,
+    build,
+    run_apart,
+    split_in_threads,
+    wrong,
+)
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.integrations import hf, state_rules
+from tilewise.integrations import hf, hf_plan, state_rules
 from tilewise.integrations.hf_forward import split_forward
+from tilewise.planning import StateLayer, search_hybrid
+from tilewise.planning.hybrid import CHOICES, HybridChoice
+from tilewise.simulation.machine import Link, Machine
+from tilewise.tokens.moves import halo_moves, relayout_moves, scan_moves
 
 PACKED = (0, 5, 16, 17, 29)
 KINDS = ("Qwen3Next", "KimiLinear", "Bamba", "Jamba", "Lfm2", "MiniMax", "RecurrentGemma")
@@ -344,3 +361,218 @@ def test_rules_to_the_last_digits(rule: str, layout: tw.Layout):
         parts = [found[name] for _, found in ranks]
         got = layout.unshard(parts, 1) if name in columns else sum(parts)
         assert (got - grad).abs().max() < 1e-10 * max(1, float(grad.abs().max())), name
+
+
+CONTIGUOUS, ZIGZAG = tw.contiguous(29, 4), tw.zigzag(29, 4)
+RELAYOUTS = {
+    "zigzag": (CONTIGUOUS, ZIGZAG),
+    "uneven": (UNEVEN, tw.contiguous(29, 4)),
+    "striped": (tw.zigzag(29, 8), tw.striped(29, 8)),
+    "one rank": (tw.contiguous(29, 1), tw.zigzag(29, 1)),
+}
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        "zigzag",
+        "uneven",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("striped", "one rank")),
+    ],
+)
+@pytest.mark.parametrize("name", ["Qwen3Next", "Bamba", "Lfm2"])
+def test_a_relayout_around_each_layer_of_attention(name: str, layouts: str):
+    """Loss and every gradient, of documents whose borders lie inside shards of either layout."""
+    tokens, within = RELAYOUTS[layouts]
+    whole = build(name)
+    got = split_in_threads(whole, case(PACKED), tokens, attention_layout=within)
+    want = run_apart(copy.deepcopy(whole), case(PACKED))
+    assert max(errors(got, want).values()) < 1e-5
+
+
+def test_a_rank_without_tokens_attends_for_others():
+    """On contiguous tokens 3 to 5 have none; striped attention gives them some."""
+    whole, given = build("Bamba"), case((0, 3))
+    layouts = tw.contiguous(3, 6), tw.Layout.from_positions([[], [], [], [2], [1], [0]])
+    got = split_in_threads(whole, given, layouts[0], attention_layout=layouts[1])
+    assert max(errors(got, run_apart(copy.deepcopy(whole), given)).values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [
+        pytest.param(
+            name,
+            choice,
+            marks=()
+            if choice == "relayout" and name in ("Qwen3Next", "Bamba", "Lfm2")
+            else pytest.mark.slow,
+        )
+        for name in CONFIGS
+        for choice in CHOICES
+    ],
+)
+def test_what_runs_is_what_was_priced_to_the_byte(name: str, choice: Any):
+    """Each rank sends what volumes say of the layers that hybrid_work measured."""
+    n, num_tokens = 4, 32
+    options: dict[str, Any] = {"attention_window_size": 64} if name == "RecurrentGemma" else {}
+    whole, given = build(name, **options), case((0, num_tokens))
+    tokens, within = CHOICES[choice].make(num_tokens, n)
+    work, plan = hf.hybrid_work(whole, num_tokens), tw.ring(n)
+
+    def on_rank(rank: int, group: Any) -> int:
+        cp = tw.ContextParallel(
+            group,
+            num_tokens=num_tokens,
+            mask=tw.Causal(),
+            layout=tokens,
+            attention_layout=within,
+            strategy=plan,
+        )
+        model = hf.parallelize(copy.deepcopy(whole), cp, f"tilewise_{rank}")
+        model(**hf.shard(cp, given.input_ids, labels=given.input_ids)).loss.backward()
+        return group.bytes_sent
+
+    attention = tw.volume(plan, replace(work.attention, layout=within))
+    passes: list[Any] = [attention] * work.num_attention_layers
+    if tokens != within:
+        there, back = work.relayout_bytes
+        passes += [relayout_moves(tokens, within).volume(there)] * work.num_attention_layers
+        passes += [relayout_moves(within, tokens).volume(back)] * work.num_attention_layers
+    whole_sequence = 0, num_tokens
+    for state in work.states:
+        if state.num_heads:
+            rounds = scan_moves(tokens, whole_sequence)
+            passes += [moves.volume(state.scan_bytes) for moves in rounds]
+        if state.conv_channels:
+            halo = halo_moves(tokens, state.conv_width - 1, 0, whole_sequence)
+            passes.append(halo.volume(4 * state.conv_channels))
+    counted = [sum(f[r] + b[r] for f, b in passes) for r in range(n)]
+    assert tw.loopback(n, on_rank) == counted
+    (found,) = [
+        one
+        for one in search_hybrid(work, tw.Machine.preset("cpu-gloo"), world_size=n)
+        if one.name == choice
+    ]
+    assert (found.layout, found.attention_layout) == (tokens, within)
+    others = sum(found.sent_bytes) - found.sent_bytes[0]
+    own = max(
+        c - work.num_attention_layers * sum(v[r] for v in attention) for r, c in enumerate(counted)
+    )
+    assert own <= others
+
+
+FAST = Machine("fast", 8, Link(1e12, 1e-4), Link(1e12, 1e-4), Machine.preset("cpu-gloo").kernels)
+"""Kernels are slow beside its links, so equal work of attention is worth a relayout."""
+
+
+THREE = {"layer_types": [LINEAR, LINEAR, FULL, LINEAR], "num_hidden_layers": 4}
+
+
+def planned(name: str, machine: Machine | None, **options: Any) -> list[tuple[Any, str]]:
+    """What every rank of a model that was parallelized with strategy "auto" has for layouts."""
+    whole = build(name, **(THREE if name == "Qwen3Next" else {}))
+
+    def on_rank(rank: int, group: Any) -> tuple[Any, str]:
+        given = {"num_tokens": 2046, "mask": tw.Causal(), "machine": machine, **options}
+        cp = tw.ContextParallel(group, **given)
+        hf.parallelize(copy.deepcopy(whole), cp, f"tilewise_{rank}")
+        return (cp.layout, cp.attention_layout), repr(cp)
+
+    return tw.loopback(3, on_rank)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Messages of tilewise."""
+    return [record.getMessage() for record in caplog.records if record.name == "tilewise"]
+
+
+def test_auto_chooses_a_hybrid_models_layouts_and_says_why(caplog: pytest.LogCaptureFixture):
+    slow = Machine("slow", 8, Link(1e6, 0.1), Link(1e6, 0.1), FAST.kernels)
+    expected = {
+        "relayout": (FAST, tw.contiguous(2046, 3), tw.zigzag(2046, 3)),
+        "contiguous": (slow, tw.contiguous(2046, 3), tw.contiguous(2046, 3)),
+    }
+    for machine, *layouts in expected.values():
+        with caplog.at_level(logging.INFO, "tilewise"):
+            ranks = planned("Qwen3Next", machine)
+        assert [found for found, _ in ranks] == [tuple(layouts)] * 3
+        (message,) = said(caplog)
+        caplog.clear()
+        work = hf.hybrid_work(build("Qwen3Next", **THREE), 2046)
+        best, *_ = search_hybrid(work, machine, world_size=3)
+        assert (best.layout, best.attention_layout) == tuple(layouts)
+        start = (
+            "strategy='auto' laid out 2046 tokens of Qwen3NextForCausalLM (1 layers of attention, 3"
+        )
+        assert message.startswith(start) and f"on 3 ranks of {machine.name}" in message
+        assert best.reason.split(":")[0] in message and "relayout" in message
+    assert "attention on zigzag" in planned("Qwen3Next", FAST)[0][1]
+
+
+def test_what_was_named_is_left_alone(caplog: pytest.LogCaptureFixture):
+    contiguous, zigzag = tw.contiguous(2046, 3), tw.zigzag(2046, 3)
+    with caplog.at_level(logging.INFO, "tilewise"):
+        for options, layouts in (
+            ({"layout": contiguous}, (contiguous, contiguous)),
+            ({"attention_layout": tw.striped(2046, 3)}, (zigzag, tw.striped(2046, 3))),
+            ({"strategy": tw.ring(3)}, (zigzag, zigzag)),
+        ):
+            assert [found for found, _ in planned("Bamba", FAST, **options)] == [layouts] * 3
+    assert not said(caplog)
+
+
+def test_a_model_that_cannot_be_measured_keeps_its_layout_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(hf_plan, "measured_work", fails)
+    with caplog.at_level(logging.INFO, "tilewise"):
+        ranks = planned("Bamba", FAST)
+    assert ranks[0][0] == (tw.zigzag(2046, 3), tw.zigzag(2046, 3))
+    (message,) = said(caplog)
+    assert "could not be measured (RuntimeError: no such kernel)" in message
+
+
+def test_layers_are_measured_without_a_kernel_or_a_weight():
+    """Of a model on the meta device; the module's functions are what they were."""
+    with torch.device("meta"):
+        model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig())
+    functions = dict(vars(sys.modules[type(model).__module__]))
+    work = hf.hybrid_work(model, 1 << 18)
+    assert vars(sys.modules[type(model).__module__]) == functions
+    state = StateLayer(32, 128, 128, "matrix", 2 * 16 * 128 + 32 * 128, 4)
+    assert work.states == (state,) * 36 and work.num_attention_layers == 12
+    assert work.attention.num_heads == 16 and work.attention.num_kv_heads == 2
+    assert state.scan_bytes == 32 * (128 * 128 + 128 * 128) * 4
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no layer that carries a state"):
+        hf.hybrid_work(llama("llama"), 1 << 18)
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "Bamba"])
+def test_a_relayout_that_was_planned_inside_the_forward(name: str, monkeypatch: pytest.MonkeyPatch):
+    """As of ParallelismConfig, for each length of batch; rows of several lengths are documents."""
+    chosen = HybridChoice("relayout", "this test wants it")
+    monkeypatch.setattr(hf_plan, "promising_hybrid", lambda *_: chosen)
+    whole, given = build(name), case(PACKED)
+    want = run_apart(copy.deepcopy(whole), given)
+    labels = given.input_ids.clone()
+    labels[:, list(PACKED[:-1])] = -100
+
+    def on_rank(rank: int, group: Any) -> Any:
+        model = copy.deepcopy(whole)
+        split_forward(model, group)
+        out = model(input_ids=given.input_ids, position_ids=given.position_ids, labels=labels)
+        out.loss.backward()
+        cp = model._tilewise_rows.for_length(29, "cpu")
+        return result(model, torch.zeros(()), out.loss), (cp.layout, cp.attention_layout)
+
+    ranks = tw.loopback(3, on_rank)
+    assert ranks[0][1] == (tw.contiguous(29, 3), tw.zigzag(29, 3))
+    assert abs(float(ranks[0][0].loss - want.loss)) < 1e-5
+    for parameter, grad in summed([got for got, _ in ranks]).grads.items():
+        wanted = want.grads[parameter]
+        error = (grad / 3 - wanted).abs().max()
+        assert error < 1e-5 * max(1, float(wanted.abs().max())), parameter

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import tilewise as tw
 from tilewise.planning import HybridWork, StateLayer, search_hybrid
+from tilewise.planning.hybrid import promising_hybrid
 from tilewise.simulation.machine import KernelSpeed, Link
 from tilewise.simulation.row_moves import simulate_moves
 from tilewise.tokens.moves import halo_moves, relayout_moves, scan_moves
@@ -23,9 +25,9 @@ MACHINE = tw.Machine(
 STATE = StateLayer(2, 4, 8, "matrix", conv_channels=6, conv_width=3)
 
 
-def work(num_tokens: int = 64, layers: tuple[int, int] = (1, 3), hidden: int = 16) -> HybridWork:
-    attention = tw.Workload(num_tokens, 4, 2, 8, "float32", mask=tw.Causal())
-    return HybridWork(attention, layers[0], STATE, layers[1], hidden)
+def work(num_tokens: int = 64, layers: tuple[int, int] = (1, 3), heads: int = 4) -> HybridWork:
+    attention = tw.Workload(num_tokens, heads, 2, 8, "float32", mask=tw.Causal())
+    return HybridWork(attention, layers[0], (STATE,) * layers[1])
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -60,8 +62,10 @@ def test_parts_are_those_of_the_verbs():
     for name, tokens in (("contiguous", tw.contiguous), ("zigzag", tw.zigzag)):
         layout, whole = tokens(64, 4), (0, 64)
         rounds, halo = scan_moves(layout, whole), halo_moves(layout, 2, 0, whole)
-        scan = [simulate_moves(rounds, STATE.scan_bytes, MACHINE, backward=x) for x in (0, 1)]
-        sides = [simulate_moves([halo], 6 * 4, MACHINE, backward=x) for x in (0, 1)]
+        scan = [
+            simulate_moves(rounds, STATE.scan_bytes, MACHINE, backward=x) for x in (False, True)
+        ]
+        sides = [simulate_moves([halo], 6 * 4, MACHINE, backward=x) for x in (False, True)]
         assert found[name].parts.scan == pytest.approx(3 * sum(x.seconds for x in scan))
         assert found[name].parts.halo == pytest.approx(3 * sum(x.seconds for x in sides))
         assert found[name].parts.relayout == found[name].sent_bytes[3] == 0
@@ -71,13 +75,19 @@ def test_parts_are_those_of_the_verbs():
         ).seconds
         assert found[name].parts.attention == pytest.approx(again)
     there, back = (tw.contiguous(64, 4), tw.zigzag(64, 4)), (tw.zigzag(64, 4), tw.contiguous(64, 4))
-    moves = [relayout_moves(*there), relayout_moves(*back)]
-    taken = sum(simulate_moves(moves, 16 * 4, MACHINE, backward=x).seconds for x in (0, 1))
+    there_bytes, back_bytes = 4 * (4 + 2 + 2) * 8, 4 * 4 * 8  # q, k and v; out
+    assert work().relayout_bytes == (there_bytes, back_bytes)
+    taken = sum(
+        simulate_moves([relayout_moves(*pair)], size, MACHINE, backward=x).seconds
+        for pair, size in ((there, there_bytes), (back, back_bytes))
+        for x in (False, True)
+    )
     moved = found["relayout"]
     assert moved.parts.relayout == pytest.approx(taken)
     assert moved.parts.scan == found["contiguous"].parts.scan
     assert moved.parts.attention == found["zigzag"].parts.attention
-    assert moved.attention.layout == tw.zigzag(64, 4) and moved.layout == tw.contiguous(64, 4)
+    assert moved.attention.layout == moved.attention_layout == tw.zigzag(64, 4)
+    assert moved.layout == tw.contiguous(64, 4)
 
 
 FAST = tw.Machine("fast", 8, Link(1e12), Link(1e12), MACHINE.kernels)
@@ -89,7 +99,7 @@ FAST = tw.Machine("fast", 8, Link(1e12), Link(1e12), MACHINE.kernels)
     [
         (work(64, (1, 40)), MACHINE, "contiguous"),
         (work(256, (4, 400)), FAST, "relayout"),
-        (work(256, (8, 0), hidden=1 << 20), FAST, "zigzag"),
+        (work(256, (8, 0)), MACHINE, "zigzag"),
     ],
 )
 def test_the_cheapest_is_chosen_and_named(of, machine, name):
@@ -99,39 +109,34 @@ def test_the_cheapest_is_chosen_and_named(of, machine, name):
     assert f"{best.seconds * 1e3:.4g} ms" in best.reason and "relayout" in best.reason
 
 
-def test_configurations_are_read():
-    linear = SimpleNamespace(
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        linear_num_value_heads=8,
-        linear_num_key_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=32,
-        linear_conv_kernel_dim=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        hidden_size=128,
-    )
-    read = HybridWork.of_config(linear, 512)
-    assert read.state == StateLayer(8, 16, 32, "matrix", 2 * 4 * 16 + 8 * 32, 4)
-    assert (read.num_state_layers, read.num_attention_layers, read.hidden_size) == (3, 1, 128)
-    with pytest.raises(ValueError, match="neither layer_types nor layers_block_type"):
-        HybridWork.of_config(SimpleNamespace(), 512)
-    with pytest.raises(ValueError, match=r"neither linear_num_value_heads .* nor mamba_n_heads"):
-        HybridWork.of_config(SimpleNamespace(layer_types=["conv"]), 512)
+def test_the_quick_choice_is_that_of_the_search():
+    for of, machine in ((work(64, (1, 40)), MACHINE), (work(256, (4, 400)), FAST)):
+        best = search_hybrid(of, machine, world_size=4)[0]
+        assert promising_hybrid(of, machine, 4).name == best.name
+
+
+def test_layers_of_several_kinds_are_added_up():
+    """Two kinds of states and a convolution alone."""
+    other, conv = StateLayer(3, 2, 2, "number"), StateLayer(0, 1, 1, "number", 6, 3)
+    assert conv.scan_bytes == conv.flop == 0
+
+    def parts(*states: StateLayer) -> dict[str, Any]:
+        of = replace(work(), states=states)
+        return {one.name: one.parts for one in search_hybrid(of, MACHINE, world_size=4)}
+
+    alone = [parts(state) for state in (STATE, other, conv)]
+    for name, found in parts(STATE, other, conv, STATE).items():
+        for number, part in enumerate(found._fields[1:], 1):
+            first, second, third = (one[name][number] for one in alone)
+            if part != "relayout":
+                assert found[number] == pytest.approx(2 * first + second + third), (name, part)
+        assert alone[2][name].scan == 0 < alone[2][name].halo == alone[0][name].halo
+
+
+def test_what_is_no_layer_is_refused():
     with pytest.raises(ValueError, match=r"decay \('none'\) must be"):
         StateLayer(2, 4, 8, "none")  # pyright: ignore
+    with pytest.raises(ValueError, match="key_dim"):
+        StateLayer(2, 0, 8)
     with pytest.raises(ValueError, match="give some, all for the same number"):
         simulate_moves([], 8, MACHINE)
-
-
-def test_configurations_of_transformers_are_read():
-    pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
-    from transformers import BambaConfig, Qwen3NextConfig
-
-    delta = HybridWork.of_config(Qwen3NextConfig(), 1 << 18)
-    assert (delta.num_state_layers, delta.num_attention_layers) == (36, 12)
-    assert delta.state.scan_bytes == 32 * (128 * 128 + 128 * 128) * 4
-    mamba = HybridWork.of_config(BambaConfig(attn_layer_indices=[9, 18, 27]), 1 << 18)
-    assert (mamba.num_state_layers, mamba.num_attention_layers) == (29, 3)
-    assert mamba.state.scan_bytes == 128 * (256 * 64 + 1) * 4

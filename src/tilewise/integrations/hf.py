@@ -12,19 +12,22 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from tilewise.arguments import checks_arguments
+from tilewise.arguments import checks_arguments, whole_number
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import shard_inputs
 from tilewise.integrations.hf_attention import LayerMask
 from tilewise.integrations.hf_check import attach, base_model, check_model, registered
 from tilewise.integrations.hf_labels import refuse_labels_sharded_by_hand
+from tilewise.integrations.hf_plan import choose_layouts, may_choose, measured_work, work_to_plan
 from tilewise.integrations.hf_proof import is_masked
-from tilewise.integrations.hf_states import split_all_calls
+from tilewise.integrations.hf_states import split_all_calls, state_layers
 from tilewise.integrations.hf_trainer import arguments as trainer_arguments
+from tilewise.planning.hybrid import HybridWork
 
 __all__ = [
     "LayerMask",
     "check_model",
+    "hybrid_work",
     "parallelize",
     "register",
     "shard",
@@ -43,6 +46,10 @@ def parallelize(model: Model, cp: ContextParallel, name: str = "tilewise") -> Mo
     "longrope"), makes the ranks agree on it. Labels that were sharded by hand, which the model
     would shift over the borders of shards, are refused when it is called.
 
+    Of a model with layers that carry a state, the planner chooses the layouts of cp where neither a
+    layout nor a plan was given and tokens were not split yet: contiguous or zigzag tokens, or a
+    relayout around each layer of attention. Rank 0 logs which (logger "tilewise", INFO).
+
     Args:
         model: of transformers, or one that PEFT made of it (LoRA, say).
     Raises:
@@ -50,11 +57,39 @@ def parallelize(model: Model, cp: ContextParallel, name: str = "tilewise") -> Mo
     """
     base = base_model(model)
     check_model(base)
+    work = work_to_plan(base, cp.rank) if may_choose(cp) else None
+    if work is not None:
+        choose_layouts(cp, work, type(base).__name__, next(base.parameters()).device.type)
     attach(base, cp, name)
     split_all_calls(model, base, cp, name)
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
         refuse_labels_sharded_by_hand(called, cp, masked=is_masked(type(base)))
     return model
+
+
+@checks_arguments
+def hybrid_work(model: nn.Module, num_tokens: int) -> HybridWork:
+    """The training step of a model with layers that carry a state, as `search_hybrid` takes it.
+
+        search_hybrid(hf.hybrid_work(model, 1 << 18), tw.Machine.preset("h100x8"), world_size=32)
+
+    Its layers are measured on torch's meta device, by what they would send: no weights are read or
+    made, so the model may be on that device itself. Layers of attention count as causal, those with
+    windows too; convolutions of a layer count as one, and its scans.
+
+    Args:
+        num_tokens: of one sequence without documents.
+    Raises:
+        ValueError: for a model without such layers.
+    """
+    base = base_model(model)
+    if not state_layers(base):
+        raise ValueError(
+            f"{type(base).__name__} has no layer that carries a state or convolves: price its "
+            "attention by tw.search"
+        )
+    whole_number("num_tokens", num_tokens)
+    return measured_work(base, num_tokens)
 
 
 @checks_arguments

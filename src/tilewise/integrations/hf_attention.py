@@ -294,8 +294,7 @@ def attention_of(cp: ContextParallel, proven: bool) -> Callable[..., tuple[Tenso
         )
         return nn.functional.pad(out, (0, 0, 0, 0, 0, spare)) if spare else out, None
 
-    outside_graphs: Any = torch.compiler.disable(attend) if cp.moves_rows else attend
-    return outside_graphs
+    return attend
 
 
 def _tempered(

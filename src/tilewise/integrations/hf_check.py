@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from tilewise.arguments import checks_arguments
@@ -101,6 +102,8 @@ def registered(cp: ContextParallel, name: str, proven: bool) -> RopeLengths:
             "tilewise.integrations.hf needs transformers: pip install 'tilewise[hf]'"
         ) from error
     lengths = RopeLengths(cp)
-    AttentionInterface.register(name, attention_of(cp, proven))
+    attend: Any = attention_of(cp, proven)
+    # Rows that move are no part of a compiled graph.
+    AttentionInterface.register(name, torch.compiler.disable(attend) if cp.moves_rows else attend)
     AttentionMaskInterface.register(name, masks_of(cp, lengths, proven, documents_of_call))
     return lengths

@@ -33,6 +33,7 @@ from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED
 from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
 from tilewise.integrations.hf_check import base_model, check_model
+from tilewise.integrations.hf_plan import choose_layouts, may_choose, work_to_plan
 from tilewise.integrations.hf_proof import is_masked
 from tilewise.integrations.hf_rope import RopeLengths
 from tilewise.integrations.hf_states import CACHES, documents_of_call, split_call, wire
@@ -206,6 +207,8 @@ class SplitForward:
         self.embeds_types = any("token_type_embeddings" in name for name, _ in base.named_modules())
         self.parameters = [*inspect.signature(type(base).forward).parameters][1:]
         self.states = wire(base)
+        self.name = type(base).__name__
+        self.work = work_to_plan(base, self.transport.rank) if strategy == "auto" else None
         self.lengths = _KnownLengths(_GroupOnly(group))  # pyright: ignore[reportArgumentType]
         self._by_length: RecentValues[int, ContextParallel] = RecentValues(KEPT)
 
@@ -213,18 +216,27 @@ class SplitForward:
         """A copied model is split in the same way: a process group cannot be copied."""
         return self
 
-    def for_length(self, num_tokens: int) -> ContextParallel:
-        """The layout and plan of rows of this length."""
+    def for_length(self, num_tokens: int, device: str) -> ContextParallel:
+        """The layout and plan of rows of this length.
+
+        Args:
+            device: type of the device that the model runs on.
+        """
         mask = Full() if self.masked else Causal()
 
         def make() -> ContextParallel:
-            return ContextParallel(
+            cp = ContextParallel(
                 self.group,
                 num_tokens=num_tokens,
                 mask=mask,
                 strategy=self.strategy,
                 reduction=self.reduction,
             )
+            if self.work is not None and may_choose(cp):
+                # Batches differ in length: those up to the next power of two are planned alike.
+                length = 1 << (num_tokens - 1).bit_length()
+                choose_layouts(cp, self.work, self.name, device, length)
+            return cp
 
         return self._by_length.get(num_tokens, make)
 
@@ -269,7 +281,7 @@ class SplitForward:
             given.get("cu_seq_lens_q"),
             counts_kept=self.counts_kept,
         )
-        cp = self.for_length(rows.num_tokens)
+        cp = self.for_length(rows.num_tokens, tokens.device.type)
         own = _Own(cp)
         inputs = {name: x for name, x in given.items() if name not in READ}
         for name in ("input_ids", "inputs_embeds"):

@@ -53,12 +53,14 @@ class _State(threading.local):
         model: the mask of the split call of a model in progress, and its configuration.
         layer: the split of the layer in progress.
         open: what ends with each hooked module in progress, the innermost last.
+        kernels: what stands for functions of layers while these are only measured, by name.
     """
 
     def __init__(self) -> None:
         self.model: tuple[LayerMask, Any] | None = None
         self.layer: Split | None = None
         self.open: list[ExitStack] = []
+        self.kernels: Mapping[str, Callable[..., Any]] = {}
 
 
 _state = _State()
@@ -214,7 +216,7 @@ def wire(base: Any) -> StateLayers | None:
     wired = getattr(base, "_tilewise_states", None)
     if wired is not None:
         return wired
-    layers = [x for x in base.modules() if _called(type(x)) or _has_parts(x)]
+    layers = state_layers(base)
     if not layers:
         return None
     # FSDP2 gives a module a class made at run time.
@@ -241,6 +243,21 @@ def wire(base: Any) -> StateLayers | None:
         layer.register_forward_hook(after, always_call=True)
     base._tilewise_states = states
     return states
+
+
+def state_layers(base: nn.Module) -> list[Any]:
+    """The layers of a model that carry a state along the sequence, or convolve it."""
+    return [x for x in base.modules() if _called(type(x)) or _has_parts(x)]
+
+
+@contextmanager
+def kernels_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Split layers of this thread call others in place of their kernels, by name."""
+    before, _state.kernels = _state.kernels, kernels
+    try:
+        yield
+    finally:
+        _state.kernels = before
 
 
 def split_all_calls(model: Any, base: Any, cp: ContextParallel, name: str) -> None:
@@ -292,12 +309,16 @@ def split_call(
 @cache
 def _called(layer_class: type[nn.Module]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
     """The functions that a layer calls and that can be split: globals, and names in them."""
-    forward: Any = inspect.unwrap(layer_class.forward)
-    if not hasattr(forward, "__code__"):
-        return []
-    found = forward.__globals__
-    names = tuple(x for x in FUNCTIONS if x in _names(forward.__code__) and x in found)
+    read = names_read(layer_class)
+    found = getattr(inspect.unwrap(layer_class.forward), "__globals__", {})
+    names = tuple(x for x in FUNCTIONS if x in read and x in found)
     return [(found, names)] if names else []
+
+
+def names_read(layer_class: type[nn.Module]) -> set[str]:
+    """Names that the forward of a class of layers reads."""
+    code = getattr(inspect.unwrap(layer_class.forward), "__code__", None)
+    return set() if code is None else _names(code)
 
 
 def _names(code: CodeType) -> set[str]:
@@ -341,7 +362,8 @@ def _ours(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if name == MAKES_MASK and _state.model is not None:
             return _state.model[0]
         if name != MAKES_MASK and _state.layer is not None:
-            return FUNCTIONS[name](_state.layer, function, *args, **given)
+            kernel = _state.kernels.get(name, function)
+            return FUNCTIONS[name](_state.layer, kernel, *args, **given)
         return function(*args, **given)
 
     return run

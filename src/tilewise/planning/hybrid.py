@@ -1,42 +1,71 @@
 """Planning a model whose layers are not all attention: which tokens a rank holds, layer by layer.
 
-    work = HybridWork.of_config(config, num_tokens=1 << 18)
+    work = HybridWork(attention, 12, (StateLayer(32, 128, 128),) * 36)
     best = search_hybrid(work, tw.Machine.preset("h100x8"), world_size=32)[0]
     print(best.reason)
 
 A layer with a state passes it on from piece to piece; attention wants equal work under a causal
 mask. So the whole model runs on contiguous tokens, or on zigzag ones, of which a rank has two
-pieces; or attention alone runs on zigzag tokens, and each of its layers moves rows there and back.
+pieces; or attention alone runs on zigzag tokens: each of its layers moves q, k and v there, and out
+back, which is ContextParallel's attention_layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from tilewise.arguments import (
     ITEM_BYTES,
     MOST_RANKS,
-    DtypeName,
     checks_arguments,
-    dtype_name,
     whole_number,
 )
 from tilewise.layouts.layout import Layout, contiguous, zigzag
-from tilewise.masks.base import Causal
 from tilewise.planning.candidate import Candidate
-from tilewise.planning.model_attention import HEAD_FIELDS, heads_of
 from tilewise.planning.pass_model import pad_to_equal_shards
-from tilewise.planning.search import search
+from tilewise.planning.search import promising, search
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.row_moves import simulate_moves
 from tilewise.tokens.moves import halo_moves, relayout_moves, scan_moves
 from tilewise.workload import Workload
 
 CHUNK = 64  # tokens that a scan's kernel takes at once
-ATTENTION = ("full_attention", "attention", "sliding_attention")
+Name = Literal["contiguous", "zigzag", "relayout"]
+
+
+class Layouts(NamedTuple):
+    """The kinds of layout of a choice: of the model's tokens, and of the rows within attention."""
+
+    tokens: Literal["contiguous", "zigzag"]
+    attention: Literal["contiguous", "zigzag"]
+
+    def make(self, num_tokens: int, world_size: int) -> tuple[Layout, Layout]:
+        """The two layouts of a sequence."""
+        tokens, attention = (_MAKE[name](num_tokens, world_size) for name in self)
+        return tokens, attention
+
+
+_MAKE = MappingProxyType({"contiguous": contiguous, "zigzag": zigzag})
+CHOICES: Mapping[Name, Layouts] = MappingProxyType(
+    {
+        "contiguous": Layouts("contiguous", "contiguous"),
+        "zigzag": Layouts("zigzag", "zigzag"),
+        "relayout": Layouts("contiguous", "zigzag"),
+    }
+)
+WORDS: Mapping[Name, str] = MappingProxyType(
+    {
+        "contiguous": "contiguous tokens for the whole model",
+        "zigzag": "zigzag tokens for the whole model",
+        "relayout": "contiguous tokens, and a relayout to zigzag ones around each layer of "
+        "attention",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +73,7 @@ class StateLayer:
     """A layer that carries a state [num_heads, key_dim, value_dim] along the sequence.
 
     Args:
+        num_heads: 0: a short convolution alone.
         decay: how tokens change the state before them: by a "number" of each head (Mamba2), a
             "row" of key_dim numbers (gated linear attention) or a "matrix" (delta rules).
         conv_channels, conv_width: of the short convolution before it; 0: none.
@@ -59,9 +89,10 @@ class StateLayer:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "key_dim", "value_dim", "conv_width"):
+        for name in ("key_dim", "value_dim", "conv_width"):
             whole_number(name, getattr(self, name))
-        whole_number("conv_channels", self.conv_channels, 0)
+        for name in ("num_heads", "conv_channels"):
+            whole_number(name, getattr(self, name), 0)
         if self.decay not in ("number", "row", "matrix"):
             raise ValueError(f"decay ({self.decay!r}) must be 'number', 'row' or 'matrix'")
 
@@ -90,74 +121,29 @@ class StateLayer:
 class HybridWork:
     """A training step of a model with layers of attention and layers with a state.
 
+    `hf.hybrid_work(model, num_tokens)` reads it from a model of transformers.
+
     Args:
         attention: of one layer of attention; its layout does not count.
-        num_attention_layers, num_state_layers: of each kind.
-        state: of one layer with a state.
-        hidden_size: numbers of a token between layers, which travel where a layer's rows move.
+        num_attention_layers: how many there are.
+        states: the layers with a state or a convolution, one entry for each.
     """
 
     attention: Workload
     num_attention_layers: int
-    state: StateLayer
-    num_state_layers: int
-    hidden_size: int
+    states: tuple[StateLayer, ...]
 
     def __post_init__(self) -> None:
-        for name in ("num_attention_layers", "num_state_layers"):
-            whole_number(name, getattr(self, name), 0)
-        whole_number("hidden_size", self.hidden_size)
+        whole_number("num_attention_layers", self.num_attention_layers, 0)
 
-    @staticmethod
-    def of_config(config: Any, num_tokens: int, dtype: DtypeName = "bfloat16") -> HybridWork:
-        """The step of a configuration of transformers, of one sequence without documents.
-
-        Args:
-            config: of gated delta rules (Qwen3-Next, Qwen3.5, OLMo hybrid) or of Mamba2 (Bamba,
-                Granite hybrid, ...), with layer_types.
-        Raises:
-            ValueError: for a configuration of other layers; it names what is missing.
-        """
-
-        def value(name: str) -> Any:
-            return getattr(config, name, None)
-
-        kinds = value("layer_types") or value("layers_block_type")
-        if not kinds:
-            raise ValueError(
-                f"{type(config).__name__} has neither layer_types nor layers_block_type, the kind "
-                "of each layer"
-            )
-        if value("linear_num_value_heads"):
-            heads, key = config.linear_num_value_heads, config.linear_key_head_dim
-            channels = 2 * config.linear_num_key_heads * key + heads * config.linear_value_head_dim
-            state = StateLayer(
-                heads,
-                key,
-                config.linear_value_head_dim,
-                "matrix",
-                channels,
-                config.linear_conv_kernel_dim,
-            )
-        elif value("mamba_n_heads"):
-            heads, key = config.mamba_n_heads, config.mamba_d_state
-            channels = heads * config.mamba_d_head + 2 * config.mamba_n_groups * key
-            width = config.mamba_d_conv
-            state = StateLayer(heads, key, config.mamba_d_head, "number", channels, width)
-        else:
-            raise ValueError(
-                f"{type(config).__name__} has neither linear_num_value_heads (gated delta rules) "
-                "nor mamba_n_heads (Mamba2); give a StateLayer of its layers"
-            )
-        heads = heads_of({name: value(name) for name in HEAD_FIELDS})
-        sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim
-        attention = Workload(
-            num_tokens, *sizes, dtype_name(dtype), mask=Causal(), v_head_dim=heads.v_head_dim
-        )
-        num_attention = sum(kind in ATTENTION for kind in kinds)
-        return HybridWork(
-            attention, num_attention, state, len(kinds) - num_attention, config.hidden_size
-        )
+    @property
+    def relayout_bytes(self) -> tuple[int, int]:
+        """Bytes of a token that move before a layer of attention (q, k and v), and after (out)."""
+        work, item_bytes = self.attention, ITEM_BYTES(self.attention.dtype)
+        v_head_dim = work.v_head_dim or work.head_dim
+        keys = work.num_kv_heads * (work.head_dim + v_head_dim)
+        out = work.num_heads * v_head_dim
+        return item_bytes * (work.num_heads * work.head_dim + keys), item_bytes * out
 
 
 class HybridSeconds(NamedTuple):
@@ -182,18 +168,22 @@ class HybridSeconds(NamedTuple):
 class HybridCandidate:
     """A way to lay a hybrid model's tokens out, and what a step takes.
 
+        cp = tw.ContextParallel(group, num_tokens=n, mask=tw.Causal(), layout=best.layout,
+                                attention_layout=best.attention_layout)
+
     Attributes:
         name: "contiguous" or "zigzag": the whole model; "relayout": contiguous tokens, and zigzag
             ones within layers of attention.
-        layout: of the model's tokens; attention.layout is that of layers of attention.
+        layout, attention_layout: of the model's tokens, and within layers of attention.
         attention: the plan of these.
         parts: seconds by what takes them.
         sent_bytes: of the rank that sends most, by the same parts but the last.
         reason: why the best one is, beside the others.
     """
 
-    name: Literal["contiguous", "zigzag", "relayout"]
+    name: Name
     layout: Layout
+    attention_layout: Layout
     attention: Candidate
     parts: HybridSeconds
     sent_bytes: tuple[int, int, int, int]
@@ -211,103 +201,153 @@ def search_hybrid(
     """Rank the ways to lay a hybrid model's tokens out by simulated time, the fastest first.
 
     Attention is searched on each layout (`tw.search`); halos, scans and relayouts are simulated as
-    the row moves that the verbs make; states pass every border, as in one document. Nothing
-    overlaps between layers; projections and other layers take the same time on each layout, and are
-    left out.
+    the row moves that the verbs make, on equal shards; states pass every border, as in one
+    document. Nothing overlaps between layers; projections and other layers take the same time on
+    each layout, and are left out.
 
     Raises:
         ValueError: as tw.search.
     """
     whole_number("world_size", world_size, most=MOST_RANKS)
-    padded = pad_to_equal_shards(replace(work.attention, layout="zigzag"), world_size)
-    num_tokens, state = padded.num_tokens, work.state
-    layouts = {"contiguous": contiguous, "zigzag": zigzag}
+    num_tokens = work.attention.num_tokens
     plans = {
         name: search(
-            replace(padded, layout=make(num_tokens, world_size)),
+            replace(work.attention, layout=make(num_tokens, world_size)),
             machine,
             world_size=world_size,
             memory_bytes=memory_bytes,
         )[0]
-        for name, make in layouts.items()
+        for name, make in _MAKE.items()
     }
+    attention = {name: (plan.seconds, plan.sent_bytes) for name, plan in plans.items()}
+    priced = _priced(work, machine, world_size, attention)
+    reason = _reason({name: parts for name, (parts, _) in priced.items()})
+    candidates = [
+        HybridCandidate(
+            name,
+            *CHOICES[name].make(num_tokens, world_size),
+            plans[CHOICES[name].attention],
+            parts,
+            sent_bytes,
+            reason,
+        )
+        for name, (parts, sent_bytes) in priced.items()
+    ]
+    return sorted(candidates, key=lambda candidate: candidate.seconds)
 
-    def both(moves: Sequence[Any], row_bytes: int) -> tuple[float, int]:
-        """Seconds of both passes, and bytes of the rank that sends most."""
+
+class HybridChoice(NamedTuple):
+    """A way to lay a hybrid model's tokens out, and why it is the best one."""
+
+    name: Name
+    reason: str
+
+
+@lru_cache(maxsize=64)
+def promising_hybrid(work: HybridWork, machine: Machine, world_size: int) -> HybridChoice:
+    """Choose as search_hybrid does, in little time: of plans of attention those of `promising`.
+
+    The choice depends on the arguments alone.
+    """
+    num_tokens = work.attention.num_tokens
+    attention = {
+        name: (
+            promising(
+                replace(work.attention, layout=make(num_tokens, world_size)), machine, world_size
+            ).seconds,
+            0,
+        )
+        for name, make in _MAKE.items()
+    }
+    priced = _priced(work, machine, world_size, attention)
+    parts: dict[Name, HybridSeconds] = {name: seconds for name, (seconds, _) in priced.items()}
+    return HybridChoice(min(parts, key=lambda name: sum(parts[name])), _reason(parts))
+
+
+Cost = tuple[float, int]
+"""Seconds of both passes, and bytes of the rank that sends most."""
+
+
+def _priced(
+    work: HybridWork, machine: Machine, world_size: int, attention: Mapping[str, Cost]
+) -> dict[Name, tuple[HybridSeconds, tuple[int, int, int, int]]]:
+    """Seconds and bytes of each choice.
+
+    Args:
+        attention: of one layer, by the kind of its layout.
+    """
+    padded = pad_to_equal_shards(replace(work.attention, layout="zigzag"), world_size)
+    num_tokens, item_bytes = padded.num_tokens, ITEM_BYTES(padded.dtype)
+    whole = 0, num_tokens
+
+    def both(moves: Sequence[Any], row_bytes: int) -> Cost:
         passes = (simulate_moves(moves, row_bytes, machine, backward=x) for x in (False, True))
         by_rank = [move.volume(row_bytes) for move in moves]
         sent_by_rank = [sum(f[r] + b[r] for f, b in by_rank) for r in range(world_size)]
         return sum(timeline.seconds for timeline in passes), max(sent_by_rank)
 
-    def of_layout(name: str) -> tuple[tuple[float, int], tuple[float, int]]:
-        """A scan and a halo."""
-        layout, whole = layouts[name](num_tokens, world_size), (0, num_tokens)
-        halo = 0.0, 0
-        if state.conv_channels and state.conv_width > 1:
-            row_bytes = state.conv_channels * ITEM_BYTES(padded.dtype)
-            halo = both([halo_moves(layout, state.conv_width - 1, 0, whole)], row_bytes)
-        return both(scan_moves(layout, whole), state.scan_bytes), halo
+    def scans(kind: str) -> Cost:
+        """Of all layers."""
+        rounds = scan_moves(_MAKE[kind](num_tokens, world_size), whole)
+        sizes = Counter(state.scan_bytes for state in work.states if state.num_heads)
+        return _summed([(both(rounds, size), count) for size, count in sizes.items()])
 
-    shares = 2 * world_size  # of equal rows: one row stands for all of a share
-    to_zigzag = relayout_moves(contiguous(shares, world_size), zigzag(shares, world_size))
-    to_contiguous = relayout_moves(zigzag(shares, world_size), contiguous(shares, world_size))
-    share_bytes = -(-num_tokens // shares) * work.hidden_size * ITEM_BYTES(padded.dtype)
-    relayout = both([to_zigzag, to_contiguous], share_bytes)
+    def halos(kind: str) -> Cost:
+        layout = _MAKE[kind](num_tokens, world_size)
+        sizes = Counter(
+            (state.conv_width - 1, state.conv_channels)
+            for state in work.states
+            if state.conv_channels and state.conv_width > 1
+        )
+        return _summed(
+            [
+                (both([halo_moves(layout, rows, 0, whole)], channels * item_bytes), count)
+                for (rows, channels), count in sizes.items()
+            ]
+        )
+
+    def relayout() -> Cost:
+        shares = 2 * world_size  # of equal rows: one row stands for all of a share
+        tokens, share_rows = CHOICES["relayout"].make(shares, world_size), -(-num_tokens // shares)
+        there, back = (share_rows * row_bytes for row_bytes in work.relayout_bytes)
+        moves = relayout_moves(*tokens), relayout_moves(*reversed(tokens))
+        costs = both(moves[:1], there), both(moves[1:], back)
+        return sum(cost[0] for cost in costs), sum(cost[1] for cost in costs)
+
     local = sum(
         products * state.flop * -(-num_tokens // world_size) / speed.speed(CHUNK, CHUNK)
+        for state in work.states
         for products, speed in (
             (1, machine.kernel(padded.dtype, False)),
             (2, machine.kernel(padded.dtype, True)),
         )
     )
-    candidates: list[HybridCandidate] = []
-    choices: tuple[tuple[Any, str, str], ...] = (
-        ("contiguous", "contiguous", "contiguous"),
-        ("zigzag", "zigzag", "zigzag"),
-        ("relayout", "contiguous", "zigzag"),
-    )
-    for name, tokens, attention_tokens in choices:
-        scan, halo = of_layout(tokens)
-        layer_relayout = relayout if name == "relayout" else (0.0, 0)
-        counts = work.num_attention_layers, work.num_state_layers
-        plan = plans[attention_tokens]
-        num_attention, num_state = counts
-        parts = HybridSeconds(
-            num_attention * plan.seconds,
-            num_state * scan[0],
-            num_state * halo[0],
-            num_attention * layer_relayout[0],
-            num_state * local,
+    priced: dict[Name, tuple[HybridSeconds, tuple[int, int, int, int]]] = {}
+    num_layers = work.num_attention_layers
+    for name, layouts in CHOICES.items():
+        moved = relayout() if name == "relayout" else (0.0, 0)
+        scan, halo, plan = (
+            scans(layouts.tokens),
+            halos(layouts.tokens),
+            attention[layouts.attention],
         )
-        sent_bytes = (
-            num_attention * plan.sent_bytes,
-            num_state * scan[1],
-            num_state * halo[1],
-            num_attention * layer_relayout[1],
+        priced[name] = (
+            HybridSeconds(num_layers * plan[0], scan[0], halo[0], num_layers * moved[0], local),
+            (num_layers * plan[1], scan[1], halo[1], num_layers * moved[1]),
         )
-        layout = layouts[tokens](num_tokens, world_size)
-        candidates.append(HybridCandidate(name, layout, plan, parts, sent_bytes))
-    candidates.sort(key=lambda candidate: candidate.seconds)
-    return [replace(candidate, reason=_reason(candidates)) for candidate in candidates]
+    return priced
 
 
-WORDS = MappingProxyType(
-    {
-        "contiguous": "contiguous tokens for the whole model",
-        "zigzag": "zigzag tokens for the whole model",
-        "relayout": "contiguous tokens, and a relayout to zigzag ones around each "
-        "layer of attention",
-    }
-)
+def _summed(counts: Sequence[tuple[Cost, int]]) -> Cost:
+    """The cost of layers, each kind as often as there are."""
+    return sum(n * cost[0] for cost, n in counts), sum(n * cost[1] for cost, n in counts)
 
 
-def _reason(candidates: Sequence[HybridCandidate]) -> str:
-    best, *other_candidates = candidates
-    parts = ", ".join(
-        f"{name} {seconds * 1e3:.4g}" for name, seconds in best.parts._asdict().items() if seconds
+def _reason(parts: Mapping[Name, HybridSeconds]) -> str:
+    best, *others = sorted(parts, key=lambda name: sum(parts[name]))
+    of_best = ", ".join(
+        f"{name} {seconds * 1e3:.4g}" for name, seconds in parts[best]._asdict().items() if seconds
     )
-    other_times = "; ".join(
-        f"{WORDS[candidate.name]}: {candidate.seconds * 1e3:.4g} ms"
-        for candidate in other_candidates
-    )
-    return f"{WORDS[best.name].capitalize()}: {best.seconds * 1e3:.4g} ms ({parts}). {other_times}."
+    of_others = "; ".join(f"{WORDS[name]}: {sum(parts[name]) * 1e3:.4g} ms" for name in others)
+    total = sum(parts[best]) * 1e3
+    return f"{WORDS[best].capitalize()}: {total:.4g} ms ({of_best}). {of_others}."

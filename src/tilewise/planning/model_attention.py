@@ -32,7 +32,7 @@ UNEQUAL_LAYERS = (
 
 HEAD_FIELDS = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "v_head_dim"),
-    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "attention_head_dim"),
 )
 """Fields of a configuration that say its heads and their widths."""
 
@@ -132,6 +132,8 @@ def heads_of(config: Mapping[str, Any]) -> Heads:
         head_dim = _number(config, "qk_nope_head_dim") + _number(config, "qk_rope_head_dim")
     elif config.get("head_dim") is not None:
         head_dim = _number(config, "head_dim")
+    elif config.get("attention_head_dim") is not None:  # Zamba's attention reads two inputs
+        head_dim = _number(config, "attention_head_dim")
     else:
         hidden_size = _number(config, "hidden_size")
         if hidden_size % num_heads:
