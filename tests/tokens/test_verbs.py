@@ -226,6 +226,24 @@ def test_gather_in_the_stages_of_a_plan(seed: int):
     compare(split, [normal(num_tokens, 3)], [], on_rank, lambda x: mixing @ x)
 
 
+def test_a_gather_by_nodes_of_documents_that_stay_on_theirs():
+    """No row goes to another node, so that stage is left out, and nothing of it is passed on."""
+    layout, mask = tw.contiguous(8, 4), tw.Causal() & tw.Document([0, 4, 8])
+    plan, x = STAGED[4], normal(8, 3)
+    (stage,) = gather_stages(plan, layout, mask)
+    assert sum(len(rows) for sent in stage.sent for rows in sent.values()) == 4
+
+    def on_rank(rank: int, group: Any) -> Tensor:
+        cp = tw.ContextParallel(group, num_tokens=8, layout=layout, strategy=plan)
+        return cp.gather(cp.shard(x, 0), mask=mask)
+
+    for rank, rows in enumerate(tw.loopback(4, on_rank)):
+        seen = slice(4 * (rank // 2), 2 * rank + 2)
+        want = torch.zeros(8, 3, dtype=torch.float64)
+        want[seen] = x[seen]
+        assert torch.equal(rows, want)
+
+
 def test_a_gather_by_nodes_sends_a_row_once_to_each_node():
     n, layout = 8, tw.zigzag(64, 8)
     node = lambda rank: rank // 4  # noqa: E731

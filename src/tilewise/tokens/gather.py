@@ -115,6 +115,8 @@ def _stage(step: list[tuple[Transfer, Rows]], n: int, **arguments: object) -> Ga
     for (src, shard), pairs in groupby(sorted(step, key=source), source):
         targets = [(x.dst, mine) for x, mine in pairs]
         rows = np.unique(np.concatenate([mine for _, mine in targets]))
+        if not len(rows):  # nor did the source get any, if it is to pass them on
+            continue
         sent[src][shard] = rows
         positions[src].append(np.arange(begin, begin + len(rows)))
         for dst, mine in targets:
@@ -147,9 +149,11 @@ def gather_by(
     """
     rank, rows = transport.rank, x.movedim(dim, 0)
     held: dict[int, tuple[Rows, Tensor]] = {rank: (layout.owned.rows(rank), rows)}
+    anchors = list[Tensor]()  # every rank takes part in each stage's backward pass
     for stage in gather_stages(plan, layout, mask):
         leaving = [_rows(*held[shard], wanted) for shard, wanted in stage.sent[rank].items()]
         moved = move_rows(torch.cat([rows[:0], *leaving]), stage.moves, transport)
+        anchors.append(moved[:0])
         copies = stage.received[rank]
         parts = moved.split([len(mine) for mine in copies.values()]) if copies else ()
         for (shard, mine), part in zip(copies.items(), parts, strict=True):
@@ -158,7 +162,7 @@ def gather_by(
     places = np.concatenate([positions for positions, _ in held.values()])
     whole = rows.new_zeros((layout.owned.num_tokens, *rows.shape[1:]))
     index = torch.from_numpy(places).to(x.device)
-    whole = whole.index_copy(0, index, torch.cat([part for _, part in held.values()]))
+    whole = whole.index_copy(0, index, torch.cat([*(part for _, part in held.values()), *anchors]))
     if len(wanted) < len(whole):  # rows that were only passed on
         seen = torch.zeros(len(whole), dtype=torch.bool)
         seen[torch.from_numpy(wanted)] = True
