@@ -58,6 +58,9 @@ WRONG = {
     "plan world size": Wrong({"plan": tw.ring(4)}, r"for 4 ranks, but the group has 3"),
     "backward plan world size": Wrong({"backward_plan": tw.ring(2)}, "for 2 ranks, but the group"),
     "backward plan owners": Wrong({"backward_plan": ELSEWHERE}, "own shards differently"),
+    "backward plan kind": Wrong(
+        {"backward_plan": tw.tree(N)}, r"tree\(3\) has all queries on every"
+    ),
     "layout world size": Wrong({"layout": tw.zigzag(12, 4)}, "layout is for 4 ranks, but ring.* 3"),
     "kv_layout world size": Wrong({"kv_layout": tw.zigzag(12, 2)}, "kv_layout is for 2 ranks"),
     "layout tokens": Wrong({"layout": tw.contiguous(16, N)}, r"q has 4 tokens on rank 0.* 6 of 16"),

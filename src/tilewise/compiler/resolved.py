@@ -87,6 +87,12 @@ def resolve_passes(
     forward = backward = _resolved(call, plan)
     if backward_plan is not None:
         backward = _resolved(call, backward_plan)
+    if backward.plan.replicated_queries != forward.plan.replicated_queries:
+        every, own = sorted((forward, backward), key=lambda one: not one.plan.replicated_queries)
+        raise ValueError(
+            f"{every.plan.name} has all queries on every rank, {own.plan.name} each on one; take "
+            "two plans of one kind, or leave out backward_plan"
+        )
     if (backward.plan.owners, backward.plan.cuts) != (forward.plan.owners, forward.plan.cuts):
         raise ValueError(
             f"{backward.plan.name} and {forward.plan.name} own shards differently; a backward plan "
