@@ -6,6 +6,7 @@ python -m benchmarks.masks --pictures docs/img
 These are the tables and the pictures of docs/masks_gallery.md.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,13 @@ from tilewise import lengths, masks
 from tilewise.arguments import require_range
 from tilewise.compiler.lowering import lower
 from tilewise.expressions import read_heads
+from tilewise.layouts.layout import Layout, zigzag
+from tilewise.masks.base import Mask
+from tilewise.plan.ir import Plan
 from tilewise.plan.payload import head_groups
+from tilewise.strategies import catalog
+from tilewise.strategies.mesh import mesh
+from tilewise.strategies.ring import ring
 from tilewise.tools.cli.mask import MaskOptions
 from tilewise.tools.cli.mask import mask as draw_mask
 from tilewise.tools.cli.options import AsJson, command_of, option
@@ -33,13 +40,14 @@ from tilewise.tools.cli.output import (
 )
 from tilewise.tools.mask_report.figures import (
     LAYOUTS,
-    PLANS,
     MaskCase,
     RankLoad,
+    Waste,
     imbalance,
-    kernel_calls,
     load,
-    planned,
+    moved,
+    report,
+    total,
 )
 from tilewise.tools.mask_report.named import drawn
 
@@ -64,6 +72,43 @@ class PatternRow(NamedTuple):
     areas: dict[str, float]
     calls: dict[str, float]
     waste: dict[str, float]
+
+
+MESHES = 2  # tile shapes tried, those nearest to the best for a full mask
+PLANS = ("ring", "mesh", "needed", "tiled")
+
+
+def planned(mask: Mask, case: MaskCase, name: str) -> tuple[Plan, Layout]:
+    """A plan of PLANS with the layout that it is at home on; of the meshes the one that sends
+    least."""
+    if name not in PLANS:
+        raise ValueError(f"plan {name!r} is not known; take one of {', '.join(PLANS)}")
+    n, num_tokens, kv_bytes = case.world_size, case.num_tokens, case.kv_bytes
+    for entry in catalog.MASK_AWARE:
+        if entry.name == name:
+            layout = entry.layout(mask, num_tokens, n, kv_bytes)
+            return entry.plan(mask, layout, kv_bytes), layout
+    layout = zigzag(num_tokens, n)
+    if name == "ring":
+        return ring(n), layout
+    best = math.sqrt(n * case.num_kv_heads / case.num_heads)
+    tiles = sorted(catalog.tile_sizes(n), key=lambda a: abs(math.log(a / best)))
+    return min(
+        (mesh(n, q_tile=a) for a in tiles[:MESHES]),
+        key=lambda plan: sum(moved(plan, case.workload(mask, layout)).sent),
+    ), layout
+
+
+MAX_RANKS = 8
+"""Ranks, evenly spread, of which kernel_calls counts the calls."""
+
+
+def kernel_calls(plan: Plan, mask: Mask, layout: Layout) -> tuple[float, Waste]:
+    """Calls per rank on average, and the waste of all, over at most MAX_RANKS ranks."""
+    n = plan.world_size
+    ranks = sorted({i * n // MAX_RANKS for i in range(MAX_RANKS)}) if n > MAX_RANKS else range(n)
+    waste = total(report(mask, layout, plan, ranks=ranks))
+    return waste.num_calls / len(ranks), waste
 
 
 def pattern_row(name: str, case: MaskCase, seed: int) -> PatternRow:

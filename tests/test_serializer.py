@@ -139,7 +139,7 @@ def test_masks_are_read_back_by_their_kinds(mask: tw.Mask):
         ({"kind": "And", "a": {"kind": "Full"}, "b": 5}, r"mask.b \(5\) must be an object"),
         (
             {"kind": "Document", "cu_seqlens": "x"},
-            r"cu_seqlens \(.x.\) must be whole",
+            r"cu_seqlens \(.x.\) must be a list of whole",
         ),
     ],
 )

@@ -4,6 +4,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -11,15 +12,17 @@ import tilewise as tw
 from benchmarks import masks
 from benchmarks.masks import (
     FIXED,
+    PLANS,
     PatternRow,
     by_draw,
     document_row,
     joined,
     pattern_row,
+    planned,
     seeds_of,
     span,
 )
-from tilewise.tools.mask_report.figures import PLANS, MaskCase, RankLoad
+from tilewise.tools.mask_report.figures import MaskCase, RankLoad, load
 from tilewise.tools.mask_report.named import drawn
 
 CASE = MaskCase(4, 1000, 4, 2, 16)
@@ -116,3 +119,20 @@ def test_only_what_is_drawn_differs_by_seed():
         same = drawn(name, 4096, 0) == drawn(name, 4096, 1)
         assert same == (name in FIXED)
         assert list(seeds_of(name, 3)) == ([0] if same else [0, 1, 2])
+
+
+@pytest.mark.parametrize("who", PLANS)
+@pytest.mark.parametrize("name", ["causal", "share_question"])
+def test_bytes_are_those_of_volume(name: str, who: str):
+    mask = drawn(name, CASE.num_tokens, seed=0)
+    plan, layout = planned(mask, CASE, who)
+    tw.check(plan, mask, layout)
+    found = load(plan, mask, layout, CASE)[0]
+    sent = tw.volume(plan, CASE.workload(mask, layout)).forward
+    assert found.mean == pytest.approx(np.mean(sent) / CASE.ring_bytes)
+    assert found.busiest >= max(sent) / CASE.ring_bytes
+
+
+def test_an_unknown_plan_is_refused():
+    with pytest.raises(ValueError, match="plan 'x' is not known; take one of ring, mesh"):
+        planned(tw.Full(), CASE, "x")

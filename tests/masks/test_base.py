@@ -232,13 +232,19 @@ def test_masks_are_neither_true_nor_false(use):
     [
         (lambda: Window("1", 0), r"Window left \('1'\) must be a whole number"),
         (lambda: Window(0, 1.5), r"Window right \(1.5\) must be a whole number"),
-        (lambda: Document([0, 3.5, 8]), r"cu_seqlens \(\[0, 3.5, 8\]\) must be whole numbers"),
-        (lambda: Document(8), r"cu_seqlens \(8\) must be whole numbers"),
+        (
+            lambda: Document([0, 3.5, 8]),
+            r"cu_seqlens \(\[0, 3.5, 8\]\) must be a list of whole numbers",
+        ),
+        (lambda: Document(8), r"cu_seqlens \(8\) must be a list of whole numbers"),
         (lambda: Slices([((0, 8), (0, 8))]), r"slice 0 \(\(\(0, 8\), \(0, 8\)\)\) must be"),
         (lambda: Slices([3]), r"slice 0 \(3\) must be \(q_range, k_range, kind\)"),
         (lambda: Slices([((0, 8, 9), (0, 8), "full")]), r"slice 0: q_range \(0, 8, 9\) must be"),
         (lambda: Slices([((0, 8), (0, "8"), "full")]), r"slice 0: k_range .* whole numbers"),
-        (lambda: Blocks([[True]], [0, 4.5], [0, 4]), r"q_edges \(\[0, 4.5\]\) must be whole"),
+        (
+            lambda: Blocks([[True]], [0, 4.5], [0, 4]),
+            r"q_edges \(\[0, 4.5\]\) must be a list of whole",
+        ),
     ],
 )
 def test_numbers_of_a_mask_that_are_none_are_named(make, message: str):

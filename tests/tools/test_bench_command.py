@@ -52,7 +52,7 @@ def test_bad_input_is_one_line_and_code_2(tmp_path: Path, words: list[str], mess
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 def test_without_a_gpu_rows_of_cuda_are_unsupported(tmp_path: Path):
     for kind, who in (
-        ("kernels", ["--kernel", "cuda", "--kernel", "mit_block_sparse"]),
+        ("kernels", ["--kernel", "cuda", "--kernel", "flash_attn"]),
         ("strategies", ["--strategy", "ring"]),
     ):
         words = ["bench", kind, *SMALL, "--mask", "causal", *who, "--device", "cuda", "--json"]

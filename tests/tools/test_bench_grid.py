@@ -18,7 +18,7 @@ from tilewise.strategies.catalog import degrees, divisors
 from tilewise.tools.bench import environment
 from tilewise.tools.bench.case import KINDS, BenchCase, LabNetwork, Timing, key_of
 from tilewise.tools.bench.grid import entered, preset, read_cases
-from tilewise.tools.bench.our_kernels import DENSE, OTHERS
+from tilewise.tools.bench.our_kernels import DENSE
 from tilewise.tools.bench.our_strategies import STRATEGIES, Strategy
 from tilewise.tools.doctor import examine
 from tilewise.tools.mask_report.named import Axes
@@ -31,7 +31,7 @@ CASE = BenchCase("strategies", "causal", 64, world_size=2, network=LabNetwork("l
 def test_quick_has_all_masks_and_everybody(kind: str):
     plan = entered(preset(kind, "quick"))
     assert {case.mask for case, _ in plan} == set(masks.NAMES)
-    everybody = {*PROVIDERS, *DENSE, *OTHERS} if kind == "kernels" else set(STRATEGIES)
+    everybody = {*PROVIDERS, *DENSE} if kind == "kernels" else set(STRATEGIES)
     assert all({one.name for one in contenders} == everybody for _, contenders in plan)
 
 

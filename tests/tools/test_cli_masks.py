@@ -17,11 +17,8 @@ from tilewise.tools.cli.mask import as_blocks, as_signs
 from tilewise.tools.cli.mask import mask as draw_mask
 from tilewise.tools.mask_report import figures
 from tilewise.tools.mask_report.figures import (
-    PLANS,
     MaskCase,
     imbalance,
-    load,
-    planned,
 )
 from tilewise.tools.mask_report.named import drawn
 from tilewise.tools.mask_report.view import view
@@ -119,23 +116,6 @@ def test_imbalance_is_that_of_the_dense_mask(name: str):
     for layout in (tw.contiguous(300, 4), tw.striped(300, 4), balanced(mask, 300, 4)):
         areas = [rows[layout.rows(rank)].sum() for rank in range(4)]
         assert imbalance(mask, layout) == pytest.approx(max(areas) / np.mean(areas))
-
-
-@pytest.mark.parametrize("who", PLANS)
-@pytest.mark.parametrize("name", ["causal", "share_question"])
-def test_bytes_are_those_of_volume(name: str, who: str):
-    mask = drawn(name, CASE.num_tokens, seed=0)
-    plan, layout = planned(mask, CASE, who)
-    tw.check(plan, mask, layout)
-    found = load(plan, mask, layout, CASE)[0]
-    sent = tw.volume(plan, CASE.workload(mask, layout)).forward
-    assert found.mean == pytest.approx(np.mean(sent) / CASE.ring_bytes)
-    assert found.busiest >= max(sent) / CASE.ring_bytes
-
-
-def test_an_unknown_plan_is_refused():
-    with pytest.raises(ValueError, match="plan 'x' is not known; take one of ring, mesh"):
-        planned(tw.Full(), CASE, "x")
 
 
 def test_layouts_of_the_table_are_those_of_the_package():

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tilewise.arguments import whole_numbers
 from tilewise.compiler.row_moves import RowMoves
 from tilewise.layouts.layout import Layout, Run, contiguous
-from tilewise.masks.base import positions
 from tilewise.tokens.moves import gather_moves
 from tilewise.tokens.rows import move_rows
 from tilewise.transport.agreement import settled
@@ -34,7 +34,7 @@ def layout_of_positions(local_positions: Any, group: Group = None) -> Layout:
             it names the first token that is missing and the first that is there twice.
     """
     transport = transport_for(group)
-    own = settled(transport, lambda: positions(local_positions, "local_positions"))
+    own = settled(transport, lambda: whole_numbers("local_positions", local_positions))
     device = local_positions.device if isinstance(local_positions, torch.Tensor) else None
     n = transport.world_size
     size = torch.tensor([len(own)], device=device)

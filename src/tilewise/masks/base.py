@@ -8,9 +8,8 @@ Masks compose with & and |. Explicit slices, block tables and masks by head are 
 from __future__ import annotations
 
 import hashlib
-import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
@@ -19,7 +18,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tilewise.arguments import MOST_NUMBER, checks_arguments, whole_number, whole_numbers
+from tilewise.arguments import checks_arguments, whole_number, whole_numbers
 from tilewise.masks import strips
 from tilewise.masks.strips import LIMIT, Strips
 from tilewise.opaque import OpaqueValue
@@ -275,22 +274,14 @@ def as_ints(values: Any, name: str = "values") -> tuple[int, ...]:
     """A list, tuple, array or tensor of whole numbers as a tuple of int.
 
     Raises:
-        ValueError: "cu_seqlens ([0, 3.5, 8]) must be whole numbers".
+        ValueError: as whole_numbers.
     """
-    try:
-        values = values.tolist() if hasattr(values, "tolist") else values
-        if not isinstance(values, str | bytes | Mapping):
-            numbers = tuple(operator.index(x) for x in values)
-            if all(-MOST_NUMBER <= x <= MOST_NUMBER for x in numbers):
-                return numbers
-    except TypeError:
-        pass
-    raise ValueError(f"{name} ({values!r:.60}) must be whole numbers") from None
+    return tuple(whole_numbers(name, values).tolist())
 
 
-def positions(values: Any, name: str = "positions") -> Array:
+def positions(values: Any) -> Array:
     """Global positions as an int64 array, from anything array-like (a tensor on any device too)."""
-    return whole_numbers(name, values)
+    return whole_numbers("positions", values)
 
 
 def digest(values: Iterable[int], rest: bytes = b"") -> str:

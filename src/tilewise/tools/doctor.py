@@ -12,7 +12,6 @@ from torch.cuda import nccl
 from torch.nn import attention
 
 from tilewise.kernels.registry import PROVIDERS, abilities
-from tilewise.tools.bench.our_kernels import OTHERS, absent
 
 
 class Extra(NamedTuple):
@@ -129,7 +128,7 @@ def _kernels() -> list[Component]:
         is_here, detail = abilities(name, "cpu" if name in ON_CPU else "cuda")
         suffix = f"; {_flash_version()}" if name == "cuda" and is_here else ""
         components.append(Component("kernel", name, is_here, detail + suffix))
-    return components + [Component("contender", x, False, absent(x) or "") for x in OTHERS]
+    return components
 
 
 def _flash_version() -> str:

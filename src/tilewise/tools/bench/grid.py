@@ -19,7 +19,7 @@ from tilewise.expressions import WIRE, read_heads
 from tilewise.kernels.registry import PROVIDERS
 from tilewise.tools.bench.case import KINDS, LAYOUTS, BenchCase, LabNetwork, Timing, known_fields
 from tilewise.tools.bench.contender import Contender
-from tilewise.tools.bench.our_kernels import DENSE, OTHERS, kernel
+from tilewise.tools.bench.our_kernels import DENSE, kernel
 from tilewise.tools.bench.our_strategies import HYBRIDS, STRATEGIES, strategy
 from tilewise.tools.mask_report.named import HAVE, Axes
 from tilewise.tools.outside import module_of
@@ -303,7 +303,7 @@ def entered(run: BenchRun, others: Sequence[Contender] = ()) -> Plan:
         others: take part too; where some of them are named, only those.
     """
     by_name = {contender.name: contender for contender in others}
-    all_names = [*PROVIDERS, *DENSE, *OTHERS] if run.kind == "kernels" else [*STRATEGIES]
+    all_names = [*PROVIDERS, *DENSE] if run.kind == "kernels" else [*STRATEGIES]
 
     def enter(key: ContenderKey, case: BenchCase) -> Contender:
         name, own_kernel, wire, degree = key

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
@@ -49,7 +48,7 @@ class ProviderKernel:
         check_kernel_of(self.name, self.version, case.asked)
 
     def supports(self, case: BenchCase) -> str | None:
-        return absent(self.name) or kernel_of(self.name).supports(*case.asked)
+        return kernel_of(self.name).supports(*case.asked)
 
     def predict(self, case: BenchCase, machine: Machine) -> Prediction:
         size, kernel = _statistic(case), kernel_of(self.name)
@@ -129,46 +128,15 @@ DENSE: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = Mappin
 )
 
 
-OTHERS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "flashinfer_block_sparse": (
-            "flashinfer",
-            "its BlockSparseAttentionWrapper runs on CUDA and has no backward",
-        ),
-        "mit_block_sparse": (
-            "block_sparse_attn",
-            "MIT's Block-Sparse-Attention runs on CUDA, built from source",
-        ),
-        "video_sparse": (
-            "fastvideo_kernel",
-            "Video Sparse Attention runs on CUDA, on blocks it chooses itself",
-        ),
-        "flashmask": ("paddle", "FlashMask is of PaddlePaddle, whose tensors are not torch's"),
-    }
-)
-"""Block-sparse kernels of others, for which no adapter could be verified, so that their rows say
-why they have no figures: the module that each is probed by, and what must be known of it.
-FlexAttention is among PROVIDERS."""
-
-
-def absent(name: str) -> str | None:
-    """Why a kernel of OTHERS cannot run; None of all others."""
-    if name not in OTHERS:
-        return None
-    module, reason = OTHERS[name]
-    state = "here, but without an adapter" if find_spec(module) else "not installed"
-    return f"{module} is {state}; {reason}"
-
-
 def kernel(name: str) -> ProviderKernel | DenseKernel:
     """A kernel by name."""
     if name in DENSE:
         return DenseKernel(name)
     if is_outside(name):
         kernel_of(name)  # refused if it is none
-    if name in PROVIDERS or name in OTHERS or is_outside(name):
+    if name in PROVIDERS or is_outside(name):
         return ProviderKernel(name)
-    known_names = ", ".join([*PROVIDERS, *DENSE, *OTHERS])
+    known_names = ", ".join([*PROVIDERS, *DENSE])
     raise ValueError(
         f"kernel {name!r} is not known; take one of {known_names}, or write "
         "module:name or FILE.py:name"

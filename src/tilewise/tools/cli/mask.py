@@ -18,6 +18,7 @@ from tilewise.masks.components import row_areas
 from tilewise.masks.lengths import histogram
 from tilewise.plan.ir import Plan
 from tilewise.strategies.needed import needed
+from tilewise.strategies.tiled import tiled, tiled_layout
 from tilewise.tools.cli.options import TOKENS, AsJson, command_of, option, read_count
 from tilewise.tools.cli.output import (
     as_bytes,
@@ -28,7 +29,7 @@ from tilewise.tools.cli.output import (
     working,
 )
 from tilewise.tools.doctor import require
-from tilewise.tools.mask_report.figures import LAYOUTS, MaskCase, imbalance, load, planned
+from tilewise.tools.mask_report.figures import LAYOUTS, MaskCase, imbalance, load
 from tilewise.tools.mask_report.named import CORPUS, Axes, mask_of
 from tilewise.tools.mask_report.view import MaskView, colours, draw, painted, view
 
@@ -153,7 +154,8 @@ def _measured(options: MaskOptions) -> tuple[Mask, Layout, Plan | None, dict[str
     mask = mask_of(options.name, num_tokens, options.seed, Axes(corpus=options.corpus))
     case = MaskCase(n, num_tokens, HEADS, HEADS, HEAD_DIM)
     if options.layout == "tiled":
-        plan, layout = planned(mask, case, "tiled")
+        layout = tiled_layout(mask, num_tokens, n, kv_bytes=case.kv_bytes)
+        plan = tiled(mask, layout, kv_bytes=case.kv_bytes)
         moves, uneven = load(plan, mask, layout, case)
     else:
         layout = LAYOUTS[options.layout](mask, num_tokens, n)

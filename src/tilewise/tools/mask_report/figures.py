@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -19,9 +18,6 @@ from tilewise.masks.components import components, row_areas
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile
 from tilewise.plan.payload import HeadGroups
-from tilewise.strategies import catalog
-from tilewise.strategies.mesh import mesh
-from tilewise.strategies.ring import ring
 from tilewise.tiles.call_rows import CallStyle, Held, TileCalls
 from tilewise.tiles.calls import KernelCall
 from tilewise.workload import Workload
@@ -128,10 +124,6 @@ def _of_rank(plan: Plan, rank: int, table: TileCalls) -> Waste:
     return total(wastes)
 
 
-MESHES = 2  # tile shapes tried, those nearest to the best for a full mask
-PLANS = ("ring", "mesh", "needed", "tiled")
-
-
 class MaskCase(NamedTuple):
     """Ranks, their tokens, and the heads of a layer in bf16."""
 
@@ -187,27 +179,6 @@ def imbalance(mask: Mask, layout: Layout) -> float:
     return max(own_areas) * len(own_areas) / sum(own_areas) if any(own_areas) else 1.0
 
 
-def planned(mask: Mask, case: MaskCase, name: str) -> tuple[Plan, Layout]:
-    """A plan of PLANS with the layout that it is at home on; of the meshes the one that sends
-    least."""
-    if name not in PLANS:
-        raise ValueError(f"plan {name!r} is not known; take one of {', '.join(PLANS)}")
-    n, num_tokens, kv_bytes = case.world_size, case.num_tokens, case.kv_bytes
-    for entry in catalog.MASK_AWARE:
-        if entry.name == name:
-            layout = entry.layout(mask, num_tokens, n, kv_bytes)
-            return entry.plan(mask, layout, kv_bytes), layout
-    layout = zigzag(num_tokens, n)
-    if name == "ring":
-        return ring(n), layout
-    best = math.sqrt(n * case.num_kv_heads / case.num_heads)
-    tiles = sorted(catalog.tile_sizes(n), key=lambda a: abs(math.log(a / best)))
-    return min(
-        (mesh(n, q_tile=a) for a in tiles[:MESHES]),
-        key=lambda plan: sum(moved(plan, case.workload(mask, layout)).sent),
-    ), layout
-
-
 def load(plan: Plan, mask: Mask, layout: Layout, case: MaskCase) -> tuple[RankLoad, float]:
     """Return what a plan moves, and its largest over mean area."""
     moved_rows = moved(plan, case.workload(mask, layout))
@@ -216,15 +187,3 @@ def load(plan: Plan, mask: Mask, layout: Layout, case: MaskCase) -> tuple[RankLo
     return RankLoad(
         float(np.mean(moved_rows.sent)) / ring_bytes, busiest / ring_bytes
     ), moved_rows.imbalance
-
-
-MAX_RANKS = 8
-"""Ranks, evenly spread, of which `kernel_calls` counts the calls."""
-
-
-def kernel_calls(plan: Plan, mask: Mask, layout: Layout) -> tuple[float, Waste]:
-    """Calls per rank on average, and the waste of all, over at most MAX_RANKS ranks."""
-    n = plan.world_size
-    ranks = sorted({i * n // MAX_RANKS for i in range(MAX_RANKS)}) if n > MAX_RANKS else range(n)
-    waste = total(report(mask, layout, plan, ranks=ranks))
-    return waste.num_calls / len(ranks), waste

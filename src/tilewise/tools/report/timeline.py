@@ -47,11 +47,11 @@ class TimelineBars(NamedTuple):
     end: float
 
 
-def timeline(simulation: Simulation, max_rows: int = MOST_ROWS) -> TimelineBars:
+def timeline(simulation: Simulation) -> TimelineBars:
     """The bars of a simulation, of the ranks that are not alike or of some evenly spread."""
     uses, first = simulation.forward.ranks, _first_steps(simulation)
-    if len(uses) > max_rows:
-        uses = [uses[i * (len(uses) - 1) // (max_rows - 1)] for i in range(max_rows)]
+    if len(uses) > MOST_ROWS:
+        uses = [uses[i * (len(uses) - 1) // (MOST_ROWS - 1)] for i in range(MOST_ROWS)]
     bars: list[Bar] = []
     begin = 0.0
     passes = (simulation.forward, simulation.backward)
