@@ -170,6 +170,8 @@ def drawn(random: Random) -> tuple[tw.Plan, tw.Workload]:
             tw.Layout.from_positions(rows, tokens),
         ]
     )
+    if random.random() < 0.25 and n > 1:
+        plans = [tw.needed(mask, layout), tw.tiled(mask, layout)]
     work = tw.Workload(
         tokens,
         num_kv_heads * shared,
@@ -198,6 +200,12 @@ def test_the_codes_of_many_draws_are_proven(first: int):
     for seed in range(first, first + 100):
         plan, work = drawn(Random(seed))
         plan.check_canonical(work)
+
+
+def test_plans_that_see_the_mask_are_proven_though_they_cut_shards():
+    layout = tw.zigzag(TOKENS, WORLD)
+    for plan in (tw.needed(MASK, layout), tw.tiled(MASK, layout)):
+        plan.check_canonical(workload(layout=layout))
 
 
 def test_a_backward_plan_of_another_strategy_is_proven():

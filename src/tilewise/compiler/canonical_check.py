@@ -31,7 +31,6 @@ from tilewise.compiler.canonical_memory import (
 )
 from tilewise.compiler.canonical_terms import Array, RowsOf, Terms, factors, values
 from tilewise.compiler.code import (
-    Ask,
     Attend,
     AttendLeaves,
     Code,
@@ -39,14 +38,12 @@ from tilewise.compiler.code import (
     Copy,
     Decode,
     Encode,
-    Expand,
     Fill,
     Finish,
     Home,
     Merge,
     Op,
     Post,
-    Pull,
     Ref,
     SumHeads,
     TensorSpec,
@@ -322,7 +319,7 @@ class _Rank:
                 self._spoil(op, f"computes {shape}, a shape that depends on the split")
             case SumHeads():
                 self._spoil(op, "adds gradients of ranks as floating-point numbers")
-            case Expand() | Pull() | Ask():
+            case _:  # whatever else there is
                 self._spoil(op, "computes numbers outside of pairs of leaves")
         return True
 
