@@ -1,7 +1,7 @@
 """The workload, and the bytes that a plan moves for it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -369,13 +369,17 @@ def plan_code(plan: Plan, work: Workload, rank: int, backward: bool = False) -> 
     Raises:
         ValueError: if plan, workload and rank do not fit each other.
     """
-    passes = work.resolve(plan)
-    call = CallTraits(keep=passes[1].payload.saved and not backward)
-    return pass_code(passes, rank, backward=backward, call=call)
+    return _code(work.resolve(plan), rank, backward)
 
 
 @checks_arguments
-def check_canonical(plan: Plan, work: Workload, backward_plan: Plan | None = None) -> None:
+def check_canonical(
+    plan: Plan,
+    work: Workload,
+    backward_plan: Plan | None = None,
+    *,
+    codes: tuple[Sequence[Code], Sequence[Code]] | None = None,
+) -> None:
     """Return None if a plan's results have the same bits at any split, gradients too.
 
         tw.ring(4).check_canonical(work)            # of a workload with reduction="canonical"
@@ -386,16 +390,22 @@ def check_canonical(plan: Plan, work: Workload, backward_plan: Plan | None = Non
     Args:
         plan: of both passes, or of the forward pass.
         backward_plan: None: plan.
+        codes: of all ranks, in order, of the forward and of the backward pass; None: those that
+            `plan.code` gives.
     Raises:
         CanonicalError: if some rows depend on the split, as all do with reduction="fast"; .faults
             says which, and why.
         ValueError: if plan and workload do not fit each other.
     """
     passes = work.resolve(plan, backward_plan)
-    keeps = CallTraits(keep=passes[1].payload.saved), CallTraits()
-    codes = [
-        [pass_code(passes, rank, backward=backward, call=call) for rank in range(plan.world_size)]
-        for backward, call in zip((False, True), keeps, strict=True)
-    ]
+    forward, backward = codes or (
+        [_code(passes, rank, is_backward) for rank in range(plan.world_size)]
+        for is_backward in (False, True)
+    )
     shape = work.call_shape(plan.world_size)
-    check_codes(codes[0], codes[1], shape, replicated_queries=plan.replicated_queries)
+    check_codes(forward, backward, shape, replicated_queries=plan.replicated_queries)
+
+
+def _code(passes: tuple[ResolvedPass, ResolvedPass], rank: int, backward: bool) -> Code:
+    call = CallTraits(keep=passes[1].payload.saved and not backward)
+    return pass_code(passes, rank, backward=backward, call=call)

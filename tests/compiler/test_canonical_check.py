@@ -14,7 +14,7 @@ from support.codes import TRAITS
 import tilewise as tw
 from tilewise.compiler.canonical_check import CanonicalError, check_codes
 from tilewise.compiler.canonical_terms import Terms
-from tilewise.compiler.code import Code
+from tilewise.compiler.code import Code, Merge
 from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.compiler.placement import Departures
 from tilewise.compiler.resolved import CallShape, resolve_passes
@@ -170,6 +170,8 @@ def drawn(random: Random) -> tuple[tw.Plan, tw.Workload]:
             tw.Layout.from_positions(rows, tokens),
         ]
     )
+    if random.random() < 0.25 and n > 1:
+        plans = [tw.needed(mask, layout), tw.tiled(mask, layout)]
     work = tw.Workload(
         tokens,
         num_kv_heads * shared,
@@ -198,6 +200,12 @@ def test_the_codes_of_many_draws_are_proven(first: int):
     for seed in range(first, first + 100):
         plan, work = drawn(Random(seed))
         plan.check_canonical(work)
+
+
+def test_plans_that_see_the_mask_are_proven_though_they_cut_shards():
+    layout = tw.zigzag(TOKENS, WORLD)
+    for plan in (tw.needed(MASK, layout), tw.tiled(MASK, layout)):
+        plan.check_canonical(workload(layout=layout))
 
 
 def test_a_backward_plan_of_another_strategy_is_proven():
@@ -236,7 +244,7 @@ def test_codes_of_replicated_queries_and_of_keys_of_another_sequence_are_proven(
 def test_the_reason_names_rank_operation_rows_and_terms():
     case = case_of(tw.ring(4))
     code = case.codes[1][1]
-    merge = next(i for i, op in enumerate(code.ops) if type(op).__name__ == "Merge")
+    merge = next(i for i, op in enumerate(code.ops) if isinstance(op, Merge))
     lacking = code._replace(ops=code.ops[:merge] + code.ops[merge + 1 :])
     with pytest.raises(CanonicalError) as error:
         case.with_code(lacking).check()
@@ -247,6 +255,16 @@ def test_the_reason_names_rank_operation_rows_and_terms():
     assert set(fault.positions) <= set(rows)
     assert fault.reason.startswith("rank 1, op ") and "of backward (" in fault.reason
     assert f"that of token {rows[0]}, head 0, lacks the terms of Q tokens" in fault.reason
+
+
+def test_codes_at_hand_are_checked_in_place_of_the_plans():
+    plan, work = tw.ring(4), workload()
+    forward, backward = ([*of_pass] for of_pass in case_of(plan).codes)
+    plan.check_canonical(work, codes=(forward, backward))
+    code = backward[1]
+    backward[1] = code._replace(ops=tuple(op for op in code.ops if not isinstance(op, Merge)))
+    with pytest.raises(CanonicalError, match="rank 1"):
+        plan.check_canonical(work, codes=(forward, backward))
 
 
 def test_of_a_fast_code_every_row_is_listed_with_a_reason():

@@ -64,6 +64,22 @@ def test_a_code_sends_what_is_counted_and_passes_its_check(data: st.DataObject, 
         check_code(code)
 
 
+@examples(0.5)
+@given(data=st.data(), call=calls())
+def test_a_canonical_code_is_proven(data: st.DataObject, call: DrawnCall):
+    work = tw.Workload(
+        *call.sizes,
+        data.draw(st.sampled_from(DTYPES)),
+        mask=call.mask,
+        layout=call.layout,
+        v_head_dim=call.v_head_dim,
+        max_logit=data.draw(st.booleans()),
+        save=data.draw(st.sampled_from((None, "replay", "gathered"))),
+        reduction="canonical",
+    )
+    call.plan.check_canonical(work)
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 @examples(0.5)
 @given(data=st.data(), call=calls(), seed=st.integers(0, 2**32))

@@ -318,6 +318,41 @@ def operands_of_other_rows(code: Code, op: AttendLeaves, random: Random) -> Op |
     return op._replace(operands=tuple(operands))
 
 
+def with_dtype(code: Code, ref: Ref, dtype: str) -> Code:
+    """A tensor taken for one of another dtype with as many bytes a number."""
+    tensors = [*code.tensors]
+    tensors[ref.tensor] = tensors[ref.tensor]._replace(dtype=dtype)
+    return code._replace(tensors=tuple(tensors))
+
+
+@changes
+def operands_of_another_dtype(code: Code, random: Random) -> Code | None:
+    for number in places(code, AttendLeaves, random):
+        op = code.ops[number]
+        assert isinstance(op, AttendLeaves)
+        spec = code.tensors[op.operands[-1].tensor]
+        return with_dtype(code, op.operands[-1], "int32" if spec.dtype == "float32" else "int16")
+    return None
+
+
+@changes
+def sums_of_another_dtype(code: Code, random: Random) -> Code | None:
+    for number in places(code, Finish, random):
+        op = code.ops[number]
+        assert isinstance(op, Finish)
+        return with_dtype(code, op.sums, "float64")
+    return None
+
+
+@changes
+def a_delta_of_another_dtype(code: Code, random: Random) -> Code | None:
+    for number in places(code, ComputeDelta, random):
+        op = code.ops[number]
+        assert isinstance(op, ComputeDelta)
+        return with_dtype(code, op.product, "int32")
+    return None
+
+
 @edits(AttendLeaves)
 def sums_of_another_format(code: Code, op: AttendLeaves, random: Random) -> Op | None:
     columns, place = [*op.columns], random.randrange(len(op.columns))

@@ -19,6 +19,7 @@ from tilewise.compiler.canonical_terms import Array, RowsOf, Terms, values
 from tilewise.compiler.code import AttendLeaves, Code
 from tilewise.layouts.layout import Run
 from tilewise.plan.ir import Side
+from tilewise.plan.payload import STATISTICS, Payload, accumulator
 from tilewise.plan.row_ranges import to_ranges
 from tilewise.plan.sums import SumColumns
 from tilewise.tiles.leaf_pairs import ROW_UNIT, Leaf, LeafPair, pair_call
@@ -59,6 +60,13 @@ class LeafCalls:
             return f"adds to sums of {formats(op.columns)}, and not {formats(columns)}"
         if not 0 <= op.first_head <= num_heads - len(heads):
             return f"is for query heads {listed(heads)}, of which there are {num_heads}"
+        for name, ref in (
+            *zip(self._names, op.operands, strict=True),
+            *(("sums", x) for x in op.sums),
+        ):
+            dtype = self._code.tensors[ref.tensor].dtype
+            if dtype != dtype_of(name, payload):
+                return f"takes {name} as {dtype}, and not as {dtype_of(name, payload)}"
         kv_heads = self._kv_heads.repeat(self._shared)
         if len(kv_heads) != len(heads) or (kv_heads != heads // terms.shared).any():
             return f"reads {self._num_kv} KV heads for query heads {listed(heads)}"
@@ -195,6 +203,13 @@ class LeafCalls:
                     absent = listed(start + np.flatnonzero(meets))
                     return f"computes {name} without {side.name} rows {absent}"
         return None
+
+
+def dtype_of(name: str, payload: Payload) -> str:
+    """The dtype of a tensor of a canonical pass: of the call, or "sums"."""
+    if name == "sums":
+        return payload.partial_dtype
+    return accumulator(payload.dtype) if name in STATISTICS else payload.dtype
 
 
 def strangers(found: Values, name: str, rows: RowsOf, new_cause: NewCause) -> Causes:

@@ -11,14 +11,14 @@ canonical if it was made of exactly its terms, each once, and turned to floating
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import gcd, prod
 from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.compiler.canonical_calls import SIDES, LeafCalls, formats, listed, strangers
+from tilewise.compiler.canonical_calls import SIDES, LeafCalls, dtype_of, formats, listed, strangers
 from tilewise.compiler.canonical_memory import (
     UNWRITTEN,
     Content,
@@ -31,7 +31,6 @@ from tilewise.compiler.canonical_memory import (
 )
 from tilewise.compiler.canonical_terms import Array, RowsOf, Terms, factors, values
 from tilewise.compiler.code import (
-    Ask,
     Attend,
     AttendLeaves,
     Code,
@@ -39,14 +38,12 @@ from tilewise.compiler.code import (
     Copy,
     Decode,
     Encode,
-    Expand,
     Fill,
     Finish,
     Home,
     Merge,
     Op,
     Post,
-    Pull,
     Ref,
     SumHeads,
     TensorSpec,
@@ -322,7 +319,7 @@ class _Rank:
                 self._spoil(op, f"computes {shape}, a shape that depends on the split")
             case SumHeads():
                 self._spoil(op, "adds gradients of ranks as floating-point numbers")
-            case Expand() | Pull() | Ask():
+            case _:  # whatever else there is
                 self._spoil(op, "computes numbers outside of pairs of leaves")
         return True
 
@@ -357,6 +354,10 @@ class _Rank:
             target.write(source)
 
     def _delta(self, op: ComputeDelta) -> None:
+        named = ("out", op.out), ("dout", op.dout), ("delta", op.product), ("delta", op.delta)
+        if not self._fit(named):
+            self._spoil(op, "computes delta by numbers of another dtype")
+            return
         rows, memory = self._rows_of("delta"), self.memory
         causes = [
             strangers(read_values(memory.view(ref), name), name, rows, self._cause)
@@ -373,11 +374,18 @@ class _Rank:
         else:
             self._spoil(op, reason)
 
+    def _fit(self, named: Iterable[tuple[str, Ref]]) -> bool:
+        """Return whether tensors have the dtypes that a canonical pass has."""
+        return all(self._dtype(ref) == dtype_of(name, self.payload) for name, ref in named)
+
     def _merge(self, op: Merge) -> None:
         if op.columns is None:
             self._spoil(op, "adds partial results as floating-point numbers, in its own order")
             return
         (source,), (target,) = op.sources, op.targets
+        if not self._fit((("sums", source), ("sums", target))):
+            self._spoil(op, "adds sums as numbers of another dtype")
+            return
         if op.rows is not None or self.code.shape(source) != self.code.shape(target):
             raise ValueError("sums are added to those of the same rows and heads")
         theirs, mine = (read_values(self.memory.view(ref), op.columns) for ref in (source, target))
@@ -394,6 +402,9 @@ class _Rank:
         expected = [name for name, _ in self.payload.results(side)]
         if names != expected or any(name not in self.results for name in names):
             self._spoil(op, f"finishes {', '.join(names)}, and not {', '.join(expected)}")
+            return
+        if not self._fit((("sums", op.sums), *zip(names, op.targets, strict=True))):
+            self._spoil(op, "finishes sums as numbers of another dtype")
             return
         if op.columns != self.payload.sums(side):
             self._spoil(op, f"finishes sums of {formats([op.columns])}")

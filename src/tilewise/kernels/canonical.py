@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
@@ -41,6 +42,7 @@ from tilewise.kernels.protocol import (
 )
 from tilewise.kernels.reference import Reference
 from tilewise.kernels.torch_cpu import CpuFlash
+from tilewise.kernels.triton.kernel import DeterministicTritonSlices, TritonSlices
 from tilewise.layouts.layout import Run
 from tilewise.plan.sums import MANY_TERMS, SumColumns
 from tilewise.tiles.calls import KernelCall
@@ -68,6 +70,8 @@ class _Apart(NamedTuple):
 def _apart(kernel: Kernel) -> _Apart:
     if isinstance(kernel, CpuFlash):
         return _Apart(CpuFlash(rows_apart=True), equal_widths=True, by_head=False)
+    if isinstance(kernel, TritonSlices):  # without atomic additions to dq
+        kernel = replace(kernel, deterministic=True)
     return _Apart(kernel, equal_widths=False, by_head=True)
 
 
@@ -75,7 +79,7 @@ def why_not_canonical(kernel: Kernel, device_type: str) -> str | None:
     """Return why a kernel cannot serve a canonical reduction; None if it can."""
     if device_type != "cpu":
         return f"it is proven on the CPU alone, not on {device_type}"
-    if type(kernel) not in (CpuFlash, Reference):
+    if type(kernel) not in (CpuFlash, Reference, TritonSlices, DeterministicTritonSlices):
         return "its bits may depend on the shape of a call, and it has not been proven otherwise"
     return None
 

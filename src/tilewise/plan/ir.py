@@ -273,8 +273,8 @@ class Plan(OpaqueValue):
     Attributes:
         check: (mask: Mask | None = None, layout: Layout | None = None) -> None. Raises a PlanError
             unless the plan computes exact attention and its gradients.
-        check_canonical: (work: Workload, backward_plan: Plan | None = None) -> None. Raises a
-            CanonicalError if bits of a result depend on how the workload is split.
+        check_canonical: (work: Workload, backward_plan: Plan | None = None, *, codes=None) -> None.
+            Raises a CanonicalError if bits of a result depend on how the workload is split.
         pruned: (mask: Mask, layout: Layout) -> Plan, without what the mask makes needless.
         program: (rank: int) -> Program, what one rank does; the others' parts are not built.
         code: (work: Workload, rank: int, backward: bool = False) -> Code, the operations that a
