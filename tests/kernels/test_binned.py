@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tilewise.kernels.binned import (
     add_terms,
-    bin_format,
     blank_sums,
     exact_numbers,
     folded,
@@ -143,7 +142,5 @@ def test_zeros_change_nothing() -> None:
     assert rounded(sums, FLOAT32, torch.float32).tolist() == [[0.0, 0.0]]
 
 
-def test_formats_follow_the_dtype() -> None:
-    assert bin_format(torch.float64) is FLOAT64
-    assert bin_format(torch.bfloat16) is FLOAT32
+def test_formats_say_how_many_terms_they_hold() -> None:
     assert (FLOAT32.most_terms, FLOAT64.most_terms) == (256, 1024)

@@ -18,7 +18,7 @@ integers, several of them in one int64 where they are short.
 import torch
 from torch import Tensor
 
-from tilewise.plan.sums import FLOAT32, FLOAT64, BinFormat
+from tilewise.plan.sums import BinFormat
 
 MOST_EXPONENT = 900
 """Numbers of 2^900 and more make a sum NaN, as infinite ones do: their digits have no scale."""
@@ -30,11 +30,6 @@ _BLOCK = 1 << 16  # numbers whose digits fit in a cache
 
 _BIAS = 1 << 40  # windows are stored above 0, so that zeros are the blank sum
 _NOT_FINITE = 1 << 60
-
-
-def bin_format(dtype: torch.dtype) -> BinFormat:
-    """The format of sums of a few numbers of a dtype."""
-    return FLOAT64 if dtype == torch.float64 else FLOAT32
 
 
 def blank_sums(shape: tuple[int, ...], width: int, form: BinFormat, device: torch.device) -> Tensor:
