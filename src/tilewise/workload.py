@@ -22,11 +22,12 @@ from tilewise.arguments import (
     of_kind,
     whole_number,
 )
-from tilewise.compiler.canonical_check import check_codes
+from tilewise.compiler.canonical_check import check_codes, check_moves
 from tilewise.compiler.code import Code
 from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.compiler.pruning import everything_needed
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
+from tilewise.compiler.row_code import row_code
 from tilewise.compiler.row_moves import RowMoves, leaf_moves, share_moves
 from tilewise.compiler.whole_leaves import check_exact_wires, check_whole_leaves
 from tilewise.layouts.joint import joint
@@ -404,6 +405,16 @@ def check_canonical(
     )
     shape = work.call_shape(plan.world_size)
     check_codes(forward, backward, shape, replicated_queries=plan.replicated_queries)
+    layout, leaves = work.layout_for(plan.world_size).owned, shape.layout
+    there_and_back = work.moves_of_leaves(plan)
+    if there_and_back is not None:
+        for moves, layouts in zip(
+            there_and_back, ((layout, leaves), (leaves, layout)), strict=True
+        ):
+            moved = [
+                row_code(moves, rank, (1, 1, 1), work.dtype) for rank in range(plan.world_size)
+            ]
+            check_moves(moved, layouts)
 
 
 def _code(passes: tuple[ResolvedPass, ResolvedPass], rank: int, backward: bool) -> Code:

@@ -12,12 +12,14 @@ from support.canonical_mutations import CHANGES, HARMLESS
 from support.codes import TRAITS
 
 import tilewise as tw
-from tilewise.compiler.canonical_check import CanonicalError, check_codes
+from tilewise.compiler.canonical_check import CanonicalError, check_codes, check_moves
 from tilewise.compiler.canonical_terms import Terms
-from tilewise.compiler.code import Code, Merge
+from tilewise.compiler.code import Code, Copy, Merge, Table
 from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.compiler.placement import Departures
 from tilewise.compiler.resolved import CallShape, resolve_passes
+from tilewise.compiler.row_code import row_code
+from tilewise.compiler.row_moves import RowMoves
 from tilewise.layouts.leaves import leaf_layouts
 from tilewise.masks.base import Mask
 from tilewise.plan.sums import FLOAT32
@@ -265,6 +267,23 @@ def test_codes_at_hand_are_checked_in_place_of_the_plans():
     backward[1] = code._replace(ops=tuple(op for op in code.ops if not isinstance(op, Merge)))
     with pytest.raises(CanonicalError, match="rank 1"):
         plan.check_canonical(work, codes=(forward, backward))
+
+
+def test_rows_that_do_not_arrive_at_the_ranks_of_their_leaves_are_found():
+    layouts = tw.striped(TOKENS, 3), tw.contiguous(TOKENS, 3)
+    moves = RowMoves("rows of leaves", layouts[0], layouts[1].runs)
+    codes = [row_code(moves, rank, (1, 1, 8), "float32") for rank in range(3)]
+    check_moves(codes, layouts)
+    code = codes[1]
+    for number, op in enumerate(code.ops):
+        if isinstance(op, Copy) and op.rows is not None:
+            turned = op._replace(rows=Table.of(op.rows.numbers[::-1]))
+            codes[1] = code._replace(ops=(*code.ops[:number], turned, *code.ops[number + 1 :]))
+            with pytest.raises(CanonicalError, match="rows of rank"):
+                check_moves(codes, layouts)
+    assert codes[1] != code
+    with pytest.raises(CanonicalError, match="rows of"):
+        check_moves([codes[0], code, codes[2]], (layouts[0], tw.zigzag(TOKENS, 3)))
 
 
 def test_of_a_fast_code_every_row_is_listed_with_a_reason():

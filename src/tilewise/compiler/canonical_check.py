@@ -10,6 +10,7 @@ canonical if it was made of exactly its terms, each once, and turned to floating
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -29,7 +30,7 @@ from tilewise.compiler.canonical_memory import (
     write_causes,
     write_values,
 )
-from tilewise.compiler.canonical_terms import Array, RowsOf, Terms, factors, values
+from tilewise.compiler.canonical_terms import RowsOf, Terms, factors, values
 from tilewise.compiler.code import (
     Attend,
     AttendLeaves,
@@ -53,6 +54,7 @@ from tilewise.compiler.code import (
 from tilewise.compiler.code_check import CodeError, check_code
 from tilewise.compiler.placement import Departures
 from tilewise.compiler.resolved import CallShape
+from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Side
 
 MOST_SHOWN = 8
@@ -63,7 +65,7 @@ class Fault(NamedTuple):
     """Rows of a result on one rank that may depend on the split, and why.
 
     Attributes:
-        result: out, lse, largest, dq, dk or dv.
+        result: out, lse, largest, dq, dk or dv; rows: those that move to whole leaves, and back.
         positions: global positions of the rows.
         heads: of the whole layer.
         reason: the rank, the op and what it does.
@@ -110,25 +112,58 @@ def check_codes(
     Raises:
         CanonicalError: with .faults, the rows that may have other bits, and why.
     """
-    terms, codes = Terms(call, replicated_queries), (forward, backward)
-    for of_pass, is_backward in ((forward, False), (backward, True)):
-        found = [(code.rank, code.world_size, code.backward) for code in of_pass]
-        n = terms.world_size
-        if found != [(rank, n, is_backward) for rank in range(n)]:
-            raise ValueError(f"codes must be those of ranks 0 to {n - 1} in order, pass by pass")
-    unit = gcd(*(unit_of(code) for of_pass in codes for code in of_pass))
-    faults: list[Fault] = []
+    terms, faults = Terms(call, replicated_queries), list[Fault]()
+    unit = gcd(*map(unit_of, (*forward, *backward)))
     kept: list[list[Content]] = [[] for _ in forward]
-    for of_pass in codes:
-        for code in of_pass:
-            try:
-                check_code(code, departs)
-            except CodeError as error:
-                raise CanonicalError(f"rank {code.rank}, {_pass_name(code)}, {error}") from error
-        world = _World(terms, unit, of_pass, kept)
+    for of_pass, is_backward in ((forward, False), (backward, True)):
+        _check_memory(of_pass, terms.world_size, is_backward, departs)
+        world = _World(unit)
+        world.ranks += (
+            _PassRank(world, code, terms, of_rank)
+            for code, of_rank in zip(of_pass, kept, strict=True)
+        )
         world.run()
         kept = [rank.memory.kept() for rank in world.ranks]
         faults += world.faults()
+    _raise(faults)
+
+
+def check_moves(
+    codes: Sequence[Code],
+    layouts: tuple[Layout, Layout],
+    departs: Departures = Departures(1, True),  # noqa: B008 - a constant
+) -> None:
+    """Return None if codes move the rows of one layout to the ranks that have them in another.
+
+    Args:
+        codes: of row moves of all ranks, in order, forward, of rows of one head: (1, 1, width).
+        layouts: as the rows lie before, and after.
+    Raises:
+        CanonicalError: with .faults, the rows that do not arrive as they were.
+    """
+    _check_memory(codes, layouts[0].world_size, False, departs)
+    world = _World(gcd(*map(unit_of, codes)))
+    world.ranks += (_MovesRank(world, code, layouts) for code in codes)
+    world.run()
+    _raise([*world.faults()])
+
+
+def _check_memory(
+    codes: Sequence[Code], world_size: int, backward: bool, departs: Departures
+) -> None:
+    found = [(code.rank, code.world_size, code.backward) for code in codes]
+    if found != [(rank, world_size, backward) for rank in range(world_size)]:
+        raise ValueError(
+            f"codes must be those of ranks 0 to {world_size - 1} in order, pass by pass"
+        )
+    for code in codes:
+        try:
+            check_code(code, departs)
+        except CodeError as error:
+            raise CanonicalError(f"rank {code.rank}, {_pass_name(code)}, {error}") from error
+
+
+def _raise(faults: Sequence[Fault]) -> None:
     if faults:
         shown = "\n  ".join(map(str, faults[:MOST_SHOWN]))
         more = f"\n  and {len(faults) - MOST_SHOWN} more" if len(faults) > MOST_SHOWN else ""
@@ -155,13 +190,10 @@ _TEAM = -1
 class _World:
     """All ranks of a pass."""
 
-    def __init__(
-        self, terms: Terms, unit: int, codes: Sequence[Code], kept: Sequence[list[Content]]
-    ):
-        self.terms, self.unit = terms, unit
+    def __init__(self, unit: int):
+        self.unit, self.ranks = unit, list[_Rank]()
         self.reasons: list[str] = ["", "nobody wrote it"]
         self.mail: defaultdict[_Route, list[Content]] = defaultdict(list)
-        self.ranks = [_Rank(self, code, of_rank) for code, of_rank in zip(codes, kept, strict=True)]
 
     def run(self) -> None:
         """Let each rank go on until it waits for a message that is not there."""
@@ -191,14 +223,19 @@ class _World:
             yield from rank.faults()
 
 
-class _Rank:
-    """One rank's code, as far as it has run."""
+class _Rank(ABC):
+    """One rank's code, as far as it has run.
 
-    def __init__(self, world: _World, code: Code, kept: Sequence[Content]):
-        self.world, self.code, self.terms = world, code, world.terms
-        self.payload, self.next_op = self.terms.payload(code.backward), 0
+    Args:
+        results: names of the tensors that it is to write.
+        kept: what a forward pass has kept for this one.
+    """
+
+    def __init__(
+        self, world: _World, code: Code, results: Sequence[str], kept: Sequence[Content] = ()
+    ):
+        self.world, self.code, self.next_op = world, code, 0
         given = {f"kept{number}": x for number, x in enumerate(kept)}
-        results = [name for side in Side for name, _ in self.payload.results(side)]
         self.results: dict[str, Ref] = {}
         for number, spec in enumerate(code.tensors):
             if code.buffers[spec.buffer].home is Home.GIVEN:
@@ -231,18 +268,18 @@ class _Rank:
 
     # The call's tensors
 
-    def _rows_of(self, name: str, heads: Array | None = None) -> RowsOf:
-        """The rows of a tensor of the call, and its heads or some of them."""
-        side = SIDES[name]
-        if heads is None:
-            heads = np.arange(self.terms.num_heads(side))
-        return RowsOf(self.terms.positions[side][self.rank], heads, self.code.batch)
+    @abstractmethod
+    def _rows_of(self, name: str) -> RowsOf:
+        """The rows and heads of a tensor of the call."""
+
+    def _value_name(self, name: str) -> str:
+        """The name under which a tensor's values are drawn."""
+        return name
 
     def _given(self, spec: TensorSpec, is_result: bool) -> Content:
         """The content of a tensor of the call: its values, or nothing yet of a result."""
-        heads = np.arange(spec.shape[2])
-        rows = self._rows_of(spec.name, heads)
-        expected = len(rows.positions), self.terms.num_heads(SIDES[spec.name])
+        rows, heads = self._rows_of(spec.name), np.arange(spec.shape[2])
+        expected = len(rows.positions), len(rows.heads)
         if expected[0] != spec.shape[0] or (is_result and expected[1] != spec.shape[2]):
             raise CanonicalError(
                 f"rank {self.rank} has {spec.shape[0]} rows of {spec.shape[2]} heads of "
@@ -252,21 +289,22 @@ class _Rank:
         content = Content.blank(prod(spec.shape[:3]) * width)
         if not is_result:
             whole = content.each(lambda x: x.reshape(*spec.shape[:3], width))
-            write_values(whole, spec.name, values(spec.name, rows))
+            name = self._value_name(spec.name)
+            write_values(whole, name, values(name, rows._replace(heads=heads)))
         return content
 
     def faults(self) -> Iterator[Fault]:
         """Rows of this rank's results that are not finished as they should be."""
         for name, ref in self.results.items():
-            rows = self._rows_of(name)
-            found = read_values(self.memory.view(ref), name)
-            wrong = (found.values != values(name, rows)) | ~found.whole
+            rows, content = self._rows_of(name), self._value_name(name)
+            found = read_values(self.memory.view(ref), content)
+            wrong = (found.values != values(content, rows)) | ~found.whole
             other = self.world.cause(f"rank {self.rank} has other rows there") if wrong.any() else 0
             causes = first_cause(found.causes, np.where(wrong, other, 0).astype(np.int32))
             for cause in np.unique(causes[causes > 0]).tolist():
                 at, _, heads = np.nonzero(causes == cause)
                 yield Fault(
-                    name,
+                    content,
                     self.rank,
                     tuple(np.unique(rows.positions[at]).tolist()),
                     tuple(np.unique(heads).tolist()),
@@ -306,22 +344,13 @@ class _Rank:
                     self._spoil(op, f"rounds {field.name} on its way")
                 else:
                     view(target).write(view(source))
-            case ComputeDelta():
-                self._delta(op)
-            case AttendLeaves():
-                self._attend(op)
-            case Merge():
-                self._merge(op)
-            case Finish():
-                self._finish(op)
-            case Attend(call):
-                shape = f"{call.num_q} rows of queries and {call.num_k} of keys"
-                self._spoil(op, f"computes {shape}, a shape that depends on the split")
-            case SumHeads():
-                self._spoil(op, "adds gradients of ranks as floating-point numbers")
-            case _:  # whatever else there is
-                self._spoil(op, "computes numbers outside of pairs of leaves")
+            case _:
+                self._compute(op)
         return True
+
+    def _compute(self, op: Op) -> None:
+        """Run an op that makes numbers of others."""
+        self._spoil(op, "computes numbers outside of pairs of leaves")
 
     def _dtype(self, ref: Ref) -> str:
         return self.code.tensors[ref.tensor].dtype
@@ -352,6 +381,99 @@ class _Rank:
                 mine[rows] = theirs
         else:
             target.write(source)
+
+    # Messages
+
+    def _post(self, op: Post) -> None:
+        if op.team is not None:
+            self._post_team(op)
+            return
+        peers = [one.peer for one in (*op.sends, *op.recvs)]
+        if not all(0 <= peer < len(self.world.ranks) for peer in peers):
+            raise ValueError(f"there are ranks 0 to {len(self.world.ranks) - 1}, not {max(peers)}")
+        for sent in op.sends:
+            content = self.memory.view(sent.ref).each(np.ndarray.flatten)
+            if len(content.numbers):  # transports skip empty messages
+                self.world.mail[self.rank, sent.peer, op.lane].append(content)
+        apart = [index for group in op.apart for index in group]
+        rest = [index for index in range(len(op.recvs)) if index not in apart]
+        for index in (*apart, *rest):
+            received, content = op.recvs[index], self.memory.view(op.recvs[index].ref)
+            rooms = [((received.peer, self.rank, op.lane), content)] if content.numbers.size else []
+            self._awaited[op.arrivals[index]] = [self._room(*room) for room in rooms]
+
+    def _room(self, route: _Route, content: Content) -> tuple[_Route, int, Content]:
+        """Room for the next message of a route."""
+        self.num_received[route] += 1
+        return route, self.num_received[route] - 1, content
+
+    def _post_team(self, op: Post) -> None:
+        assert op.team is not None
+        leaving, arriving = (
+            self.memory.view(ref).each(np.ravel) for ref in (op.team.leaving, op.team.arriving)
+        )
+        rooms: list[tuple[_Route, int, Content]] = []
+        for sizes, whole, leaves in (
+            (op.team.sizes[0], leaving, True),
+            (op.team.sizes[1], arriving, False),
+        ):
+            edges = [x // self.world.unit for x in (0, *np.cumsum(sizes).tolist())]
+            for peer, (start, stop) in zip(op.team.team.ranks, pairwise(edges), strict=True):
+                part = whole.each(lambda x, a=start, b=stop: x[a:b])
+                if leaves:
+                    self.world.mail[self.rank, peer, _TEAM].append(part.each(np.ndarray.flatten))
+                else:
+                    rooms.append(self._room((peer, self.rank, _TEAM), part))
+        for arrival in op.arrivals:
+            self._awaited[arrival] = rooms
+
+    def _wait(self, op: Wait) -> bool:
+        """Take in messages; returns False while one of them has not been sent."""
+        rooms = [room for arrival in op.arrivals for room in self._awaited[arrival]]
+        mail = self.world.mail
+        if any(len(mail[route]) <= number for route, number, _ in rooms):
+            return False
+        for route, number, content in rooms:
+            message = mail[route][number]
+            if message.numbers.size != content.numbers.size:
+                sizes = [x * self.world.unit for x in (message.numbers.size, content.numbers.size)]
+                raise ValueError(
+                    f"rank {route[0]} sends {sizes[0]} bytes, but {sizes[1]} are awaited"
+                )
+            content.write(message)
+        return True
+
+
+class _PassRank(_Rank):
+    """One rank's code of a pass of attention."""
+
+    def __init__(self, world: _World, code: Code, terms: Terms, kept: Sequence[Content]):
+        self.terms, self.payload = terms, terms.payload(code.backward)
+        results = [name for side in Side for name, _ in self.payload.results(side)]
+        super().__init__(world, code, results, kept)
+
+    def _rows_of(self, name: str) -> RowsOf:
+        side = SIDES[name]
+        heads = np.arange(self.terms.num_heads(side))
+        return RowsOf(self.terms.positions[side][self.rank], heads, self.code.batch)
+
+    def _compute(self, op: Op) -> None:
+        match op:
+            case ComputeDelta():
+                self._delta(op)
+            case AttendLeaves():
+                self._attend(op)
+            case Merge():
+                self._merge(op)
+            case Finish():
+                self._finish(op)
+            case Attend(call):
+                shape = f"{call.num_q} rows of queries and {call.num_k} of keys"
+                self._spoil(op, f"computes {shape}, a shape that depends on the split")
+            case SumHeads():
+                self._spoil(op, "adds gradients of ranks as floating-point numbers")
+            case _:
+                super()._compute(op)
 
     def _delta(self, op: ComputeDelta) -> None:
         named = ("out", op.out), ("dout", op.dout), ("delta", op.product), ("delta", op.delta)
@@ -443,63 +565,17 @@ class _Rank:
             self.code.batch,
         )
 
-    # Messages
 
-    def _post(self, op: Post) -> None:
-        if op.team is not None:
-            self._post_team(op)
-            return
-        peers = [one.peer for one in (*op.sends, *op.recvs)]
-        if not all(0 <= peer < len(self.world.ranks) for peer in peers):
-            raise ValueError(f"there are ranks 0 to {len(self.world.ranks) - 1}, not {max(peers)}")
-        for sent in op.sends:
-            content = self.memory.view(sent.ref).each(np.ndarray.flatten)
-            if len(content.numbers):  # transports skip empty messages
-                self.world.mail[self.rank, sent.peer, op.lane].append(content)
-        apart = [index for group in op.apart for index in group]
-        rest = [index for index in range(len(op.recvs)) if index not in apart]
-        for index in (*apart, *rest):
-            received, content = op.recvs[index], self.memory.view(op.recvs[index].ref)
-            rooms = [((received.peer, self.rank, op.lane), content)] if content.numbers.size else []
-            self._awaited[op.arrivals[index]] = [self._room(*room) for room in rooms]
+class _MovesRank(_Rank):
+    """One rank's code of row moves between two layouts."""
 
-    def _room(self, route: _Route, content: Content) -> tuple[_Route, int, Content]:
-        """Room for the next message of a route."""
-        self.num_received[route] += 1
-        return route, self.num_received[route] - 1, content
+    def __init__(self, world: _World, code: Code, layouts: tuple[Layout, Layout]):
+        self._layouts = layouts
+        super().__init__(world, code, ["out"])
 
-    def _post_team(self, op: Post) -> None:
-        assert op.team is not None
-        leaving, arriving = (
-            self.memory.view(ref).each(np.ravel) for ref in (op.team.leaving, op.team.arriving)
-        )
-        rooms: list[tuple[_Route, int, Content]] = []
-        for sizes, whole, leaves in (
-            (op.team.sizes[0], leaving, True),
-            (op.team.sizes[1], arriving, False),
-        ):
-            edges = [x // self.world.unit for x in (0, *np.cumsum(sizes).tolist())]
-            for peer, (start, stop) in zip(op.team.team.ranks, pairwise(edges), strict=True):
-                part = whole.each(lambda x, a=start, b=stop: x[a:b])
-                if leaves:
-                    self.world.mail[self.rank, peer, _TEAM].append(part.each(np.ndarray.flatten))
-                else:
-                    rooms.append(self._room((peer, self.rank, _TEAM), part))
-        for arrival in op.arrivals:
-            self._awaited[arrival] = rooms
+    def _rows_of(self, name: str) -> RowsOf:
+        positions = self._layouts[name == "out"].rows(self.rank)
+        return RowsOf(positions, np.arange(1), self.code.batch)
 
-    def _wait(self, op: Wait) -> bool:
-        """Take in messages; returns False while one of them has not been sent."""
-        rooms = [room for arrival in op.arrivals for room in self._awaited[arrival]]
-        mail = self.world.mail
-        if any(len(mail[route]) <= number for route, number, _ in rooms):
-            return False
-        for route, number, content in rooms:
-            message = mail[route][number]
-            if message.numbers.size != content.numbers.size:
-                sizes = [x * self.world.unit for x in (message.numbers.size, content.numbers.size)]
-                raise ValueError(
-                    f"rank {route[0]} sends {sizes[0]} bytes, but {sizes[1]} are awaited"
-                )
-            content.write(message)
-        return True
+    def _value_name(self, name: str) -> str:
+        return "rows"
