@@ -522,6 +522,22 @@ def test_what_was_named_is_left_alone(caplog: pytest.LogCaptureFixture):
     assert not said(caplog)
 
 
+def test_ranks_of_which_one_has_read_its_layout_raise_the_same_error():
+    """It kept the usual one, and the others took the planner's."""
+    whole = build("Mamba")
+
+    def on_rank(rank: int, group: Any) -> str:
+        cp = tw.ContextParallel(group, num_tokens=29, mask=tw.Causal())
+        assert rank != 1 or cp.layout == tw.zigzag(29, 3)
+        model = hf.parallelize(copy.deepcopy(whole), cp, f"tilewise_{rank}")
+        with pytest.raises(ValueError) as raised:
+            model(**hf.shard(cp, case(PACKED).input_ids))
+        return str(raised.value)
+
+    (message,) = set(tw.loopback(3, on_rank))
+    assert "ranks disagree on layout: rank 0 has contiguous(29, 3)" in message
+
+
 def test_a_model_that_cannot_be_measured_keeps_its_layout_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -33,11 +33,23 @@ def operands() -> list[Tensor]:
     return [x[0].sigmoid(), *x[1:]]
 
 
+def layouts(n: int, zigzag: bool) -> tuple[tw.Layout, tw.Layout]:
+    """Of the tokens, and within attention."""
+    both = tw.zigzag(T, n), tw.contiguous(T, n)
+    return both if zigzag else both[::-1]
+
+
 def share(rank: int, zigzag: bool) -> tuple[Tensor, ...]:
     """A rank's rows of the result and of every gradient."""
     n = torch.distributed.get_world_size()
-    layout = (tw.zigzag if zigzag else tw.contiguous)(T, n)
-    cp = tw.ContextParallel(num_tokens=T, layout=layout)
+    tokens, within = layouts(n, zigzag)
+    cp = tw.ContextParallel(
+        num_tokens=T,
+        mask=tw.Causal(),
+        layout=tokens,
+        attention_layout=within,
+        strategy=tw.ring(n),
+    )
     mine = [cp.shard(x, 0).clone().requires_grad_() for x in operands()]
     sizes = [stop - start for start, stop in cp.pieces()]
     pieces = list(zip(*(x.split(sizes) for x in mine), strict=True))
@@ -47,6 +59,7 @@ def share(rank: int, zigzag: bool) -> tuple[Tensor, ...]:
     before = cp.scan(decays, states, dim=0)
     parts = zip(pieces, before, strict=True)
     out = torch.cat([recurrence(*piece, state)[0] for piece, state in parts])
+    out = out + cp.attention(mine[3], mine[2], mine[1])
     out.square().sum().backward()
     return out.detach(), *(x.grad for x in mine)  # pyright: ignore[reportReturnType]
 
@@ -60,12 +73,15 @@ def share(rank: int, zigzag: bool) -> tuple[Tensor, ...]:
         pytest.param(8, False, marks=pytest.mark.slow),
     ],
 )
-def test_a_state_passes_every_rank_with_its_gradients(n: int, zigzag: bool):
+def test_states_pass_every_rank_beside_attention_on_another_layout(n: int, zigzag: bool):
     whole = [x.requires_grad_() for x in operands()]
     none = torch.zeros(HEADS, DIM, STATE, dtype=torch.float64)
-    want = recurrence(*whole, none)[0]
+    _, x, b, c = whole
+    scores = torch.einsum("qhs,khs->hqk", c, b) / STATE**0.5
+    weights = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf).softmax(-1)
+    want = recurrence(*whole, none)[0] + torch.einsum("hqk,khd->qhd", weights, x)
     want.square().sum().backward()
-    layout = (tw.zigzag if zigzag else tw.contiguous)(T, n)
+    layout, _ = layouts(n, zigzag)
     columns = zip(*run_processes(n, share, zigzag), strict=True)
     for got, right in zip(columns, [want.detach(), *(x.grad for x in whole)], strict=True):
         assert (layout.unshard(list(got)) - right).abs().max() < 1e-12

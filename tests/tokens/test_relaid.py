@@ -217,3 +217,29 @@ def test_a_layout_that_was_read_is_chosen_no_more():
     read = tw.ContextParallel(num_tokens=8)
     read.shard(torch.zeros(8), 0)
     assert not read.layouts_are_open
+
+
+def test_a_canonical_reduction_keeps_its_bits_through_a_relayout():
+    num_tokens = 256
+    x = [y.float() for y in draw((num_tokens, 2, 8), (num_tokens, 1, 8), 3)]
+
+    def run(rank: int, group: Any, layout: tw.Layout, within: tw.Layout | None) -> list[Tensor]:
+        cp = tw.ContextParallel(
+            group,
+            num_tokens=num_tokens,
+            mask=tw.Causal(),
+            layout=layout,
+            attention_layout=within,
+            strategy=tw.ring(layout.world_size),
+            reduction="canonical",
+        )
+        q, k, v = (cp.shard(y).clone().requires_grad_() for y in x[:3])
+        out = cp.attention(q, k, v)
+        (out * cp.shard(x[3])).sum().backward()
+        return [out.detach(), *(y.grad for y in (q, k, v))]  # type: ignore[list-item]
+
+    (want,) = tw.loopback(1, partial(run, layout=tw.contiguous(num_tokens, 1), within=None))
+    layout, within = tw.striped(num_tokens, 2), tw.contiguous(num_tokens, 2)
+    parts = zip(*tw.loopback(2, partial(run, layout=layout, within=within)), strict=True)
+    for found, right in zip(parts, want, strict=True):
+        assert torch.equal(layout.unshard(list(found), 0), right)

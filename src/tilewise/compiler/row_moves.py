@@ -156,10 +156,21 @@ class RowMoves:
                 sends.append(Arriving(peer, rows, np.empty(0, np.int64), len(rows)))
         return sends
 
+    @cached_property
+    def num_rows(self) -> Rows:
+        """Rows that each rank sends to each other one, [from, to]; 0 to itself."""
+        owner, _ = self._owners
+        n = self.world_size
+        counts = np.zeros((n, n), np.int64)
+        for rank in range(n):
+            positions = np.unique(self.wanted_rows(rank))
+            counts[:, rank] = np.bincount(owner[positions[positions != FILL]], minlength=n)
+        np.fill_diagonal(counts, 0)
+        return counts
+
     def rows_sent(self, rank: int, *, backward: bool = False) -> int:
         """Rows that a rank sends in a pass: times the bytes of a row, its bytes."""
-        mine = self.of_rank(rank)
-        return sum(x.num_rows for x in (mine.recvs if backward else mine.sends))
+        return int(self.num_rows[:, rank].sum() if backward else self.num_rows[rank].sum())
 
     def volume(self, row_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Bytes that each rank sends in the forward and in the backward pass.
@@ -197,13 +208,9 @@ class RowMoves:
 
     def __str__(self) -> str:
         """A table: rows that the rank of a line sends to the rank of a column."""
-        n = self.world_size
-        counts = np.zeros((n, n), np.int64)
-        for rank in range(n):
-            for sent in self.of_rank(rank).sends:
-                counts[rank, sent.peer] = sent.num_rows
+        counts = self.num_rows
         width = max(4, len(str(counts.max(initial=0))))
-        head = " ".join(f"{peer:>{width}}" for peer in range(n))
+        head = " ".join(f"{peer:>{width}}" for peer in range(self.world_size))
         lines = [
             f"{rank:>4}  " + " ".join(f"{x or '.':>{width}}" for x in row)
             for rank, row in enumerate(counts.tolist())

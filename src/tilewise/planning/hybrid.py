@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from tilewise.arguments import (
     ITEM_BYTES,
@@ -25,6 +25,7 @@ from tilewise.arguments import (
     checks_arguments,
     whole_number,
 )
+from tilewise.compiler.row_moves import RowMoves
 from tilewise.layouts.layout import Layout, contiguous, zigzag
 from tilewise.planning.candidate import Candidate
 from tilewise.planning.pass_model import pad_to_equal_shards
@@ -220,7 +221,7 @@ def search_hybrid(
         for name, make in _MAKE.items()
     }
     attention = {name: (plan.seconds, plan.sent_bytes) for name, plan in plans.items()}
-    priced = _priced(work, machine, world_size, attention)
+    priced = _priced(work, machine, world_size, attention, counts_bytes=True)
     reason = _reason({name: parts for name, (parts, _) in priced.items()})
     candidates = [
         HybridCandidate(
@@ -259,7 +260,7 @@ def promising_hybrid(work: HybridWork, machine: Machine, world_size: int) -> Hyb
         )
         for name, make in _MAKE.items()
     }
-    priced = _priced(work, machine, world_size, attention)
+    priced = _priced(work, machine, world_size, attention, counts_bytes=False)
     parts: dict[Name, HybridSeconds] = {name: seconds for name, (seconds, _) in priced.items()}
     return HybridChoice(min(parts, key=lambda name: sum(parts[name])), _reason(parts))
 
@@ -269,71 +270,78 @@ Cost = tuple[float, int]
 
 
 def _priced(
-    work: HybridWork, machine: Machine, world_size: int, attention: Mapping[str, Cost]
+    work: HybridWork,
+    machine: Machine,
+    world_size: int,
+    attention: Mapping[str, Cost],
+    *,
+    counts_bytes: bool,
 ) -> dict[Name, tuple[HybridSeconds, tuple[int, int, int, int]]]:
     """Seconds and bytes of each choice.
 
     Args:
         attention: of one layer, by the kind of its layout.
+        counts_bytes: False: bytes are not needed, and 0.
     """
     padded = pad_to_equal_shards(replace(work.attention, layout="zigzag"), world_size)
-    num_tokens, item_bytes = padded.num_tokens, ITEM_BYTES(padded.dtype)
-    whole = 0, num_tokens
+    shares, item_bytes = 2 * world_size, ITEM_BYTES(padded.dtype)
+    share_rows = -(-padded.num_tokens // shares)
 
-    def both(moves: Sequence[Any], row_bytes: int) -> Cost:
+    def cost(moves: Sequence[RowMoves], row_bytes: int) -> Cost:
+        """Of both passes."""
         passes = (simulate_moves(moves, row_bytes, machine, backward=x) for x in (False, True))
+        seconds = sum(timeline.seconds for timeline in passes)
+        if not counts_bytes:
+            return seconds, 0
         by_rank = [move.volume(row_bytes) for move in moves]
-        sent_by_rank = [sum(f[r] + b[r] for f, b in by_rank) for r in range(world_size)]
-        return sum(timeline.seconds for timeline in passes), max(sent_by_rank)
+        return seconds, max(sum(f[r] + b[r] for f, b in by_rank) for r in range(world_size))
 
     def scans(kind: str) -> Cost:
-        """Of all layers."""
-        rounds = scan_moves(_MAKE[kind](num_tokens, world_size), whole)
+        """Of all layers; messages are those of pieces, whatever their length."""
+        rounds = scan_moves(_MAKE[kind](shares, world_size), (0, shares))
         sizes = Counter(state.scan_bytes for state in work.states if state.num_heads)
-        return _summed([(both(rounds, size), count) for size, count in sizes.items()])
+        return _summed([(cost(rounds, size), count) for size, count in sizes.items()])
 
     def halos(kind: str) -> Cost:
-        layout = _MAKE[kind](num_tokens, world_size)
+        """Of all layers, on pieces as long as the rows that travel, or shorter if these are."""
         sizes = Counter(
             (state.conv_width - 1, state.conv_channels)
             for state in work.states
             if state.conv_channels and state.conv_width > 1
         )
-        return _summed(
-            [
-                (both([halo_moves(layout, rows, 0, whole)], channels * item_bytes), count)
-                for (rows, channels), count in sizes.items()
-            ]
-        )
+        costs = list[tuple[Cost, int]]()
+        for (rows, channels), count in sizes.items():
+            num_tokens = shares * min(share_rows, rows)
+            layout = _MAKE[kind](num_tokens, world_size)
+            moves = halo_moves(layout, rows, 0, (0, num_tokens))
+            costs.append((cost([moves], channels * item_bytes), count))
+        return _summed(costs)
 
     def relayout() -> Cost:
-        shares = 2 * world_size  # of equal rows: one row stands for all of a share
-        tokens, share_rows = CHOICES["relayout"].make(shares, world_size), -(-num_tokens // shares)
+        """Of one layer; one row stands for all of a share."""
+        layouts = CHOICES["relayout"].make(shares, world_size)
         there, back = (share_rows * row_bytes for row_bytes in work.relayout_bytes)
-        moves = relayout_moves(*tokens), relayout_moves(*reversed(tokens))
-        costs = both(moves[:1], there), both(moves[1:], back)
-        return sum(cost[0] for cost in costs), sum(cost[1] for cost in costs)
+        moves = relayout_moves(*layouts), relayout_moves(*reversed(layouts))
+        costs = cost(moves[:1], there), cost(moves[1:], back)
+        return costs[0][0] + costs[1][0], costs[0][1] + costs[1][1]
 
     local = sum(
-        products * state.flop * -(-num_tokens // world_size) / speed.speed(CHUNK, CHUNK)
+        products * state.flop * share_rows * 2 / speed.speed(CHUNK, CHUNK)
         for state in work.states
         for products, speed in (
             (1, machine.kernel(padded.dtype, False)),
             (2, machine.kernel(padded.dtype, True)),
         )
     )
+    layers = {kind: (scans(kind), halos(kind)) for kind in _MAKE}
+    moved, num_layers = relayout(), work.num_attention_layers
     priced: dict[Name, tuple[HybridSeconds, tuple[int, int, int, int]]] = {}
-    num_layers = work.num_attention_layers
     for name, layouts in CHOICES.items():
-        moved = relayout() if name == "relayout" else (0.0, 0)
-        scan, halo, plan = (
-            scans(layouts.tokens),
-            halos(layouts.tokens),
-            attention[layouts.attention],
-        )
+        (scan, halo), plan = layers[layouts.tokens], attention[layouts.attention]
+        move = moved if name == "relayout" else (0.0, 0)
         priced[name] = (
-            HybridSeconds(num_layers * plan[0], scan[0], halo[0], num_layers * moved[0], local),
-            (num_layers * plan[1], scan[1], halo[1], num_layers * moved[1]),
+            HybridSeconds(num_layers * plan[0], scan[0], halo[0], num_layers * move[0], local),
+            (num_layers * plan[1], scan[1], halo[1], num_layers * move[1]),
         )
     return priced
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tilewise.compiler.row_moves import Arriving, RowMoves
+from tilewise.compiler.row_moves import RowMoves
 from tilewise.plan.shifts import Symmetry
 from tilewise.simulation.disturbance import disturbed
 from tilewise.simulation.engine import LOST, EventLoop, Flow, PricedProgram, RankOperation
@@ -53,14 +53,10 @@ def simulate_moves(
         raise ValueError(f"moves are for {sizes} ranks; give some, all for the same number")
 
     def rows(move: RowMoves, rank: int) -> RankRows:
-        rank_moves = move.of_rank(rank)
-        out, received = (
-            (rank_moves.recvs, rank_moves.sends)
-            if backward
-            else (rank_moves.sends, rank_moves.recvs)
-        )
-        sends = tuple((sent.peer, sent.num_rows) for sent in out)
-        return RankRows(sends, len(received), _num_rows(out), _num_rows(received))
+        counts = move.num_rows.T if backward else move.num_rows
+        out, received = counts[rank].tolist(), counts[:, rank].tolist()
+        sends = tuple((peer, count) for peer, count in enumerate(out) if count)
+        return RankRows(sends, sum(map(bool, received)), sum(out), sum(received))
 
     ordered = reversed(moves) if backward else moves
     rounds = [{rank: rows(move, rank) for rank in range(move.world_size)} for move in ordered]
@@ -124,10 +120,6 @@ def run_exchanges(
     stuck = loop.run()
     assert stuck is None, stuck
     return loop
-
-
-def _num_rows(messages: Sequence[Arriving]) -> int:
-    return sum(message.num_rows for message in messages)
 
 
 def _copy_seconds(machine: Machine, num_bytes: int) -> float:
