@@ -1036,8 +1036,8 @@ class _Generator:
                 of_side = self._columns_of(item.side)
                 assert of_side is not None
                 columns.append(of_side)
-            told = pairs, operands, tuple(sums), tuple(columns), first
-            self._ops.append(AttendLeaves(*told))
+            arguments = pairs, operands, tuple(sums), tuple(columns), first
+            self._ops.append(AttendLeaves(*arguments))
 
     def _leaf_pairs(self, tile: Tile, q_rows: Rows, kv_rows: Rows) -> Iterator[LeafPairs]:
         """The pairs of leaves of a tile of two shards, for each mask of its heads."""
@@ -1069,9 +1069,9 @@ class _Generator:
         backward, latent = self._payload.backward, self._payload.wires.latent is not None
         names = ("q", "dout", "lse", "delta") if backward else ("q",)
         queries, *rest = self._gathered(q, q_parts, names, q_heads)
-        told = self._places(parts) if self._call.places or latent else None
+        places = self._places(parts) if self._call.places or latent else None
         if latent:
-            keys = self._expanded(parts, kv, told)
+            keys = self._expanded(parts, kv, places)
         else:
             keys = tuple(self._gathered(kv, k_parts, ("k", "v"), kv_heads))
         rows = self._shape(queries)[0], self._shape(keys[0])[0]
@@ -1081,8 +1081,8 @@ class _Generator:
             pulled = keys if latent else ()
             second, after_k = self._result(Side.KV, k_parts, kv_heads, rows[1], pulled)
             results, after = (first, second), [after_q, after_k]
-        told = told if self._call.places else None
-        self._ops.append(Attend(call, (queries, *keys, *rest), results, told))
+        kernel_places = places if self._call.places else None
+        self._ops.append(Attend(call, (queries, *keys, *rest), results, kernel_places))
         for merge in after:
             merge()
 

@@ -192,7 +192,7 @@ class _Step:
         calls: Sequence[CacheRead],
     ):
         self._kernel, self._scale, self._reads = kernel, scores.scale, calls
-        self._told = (scores,) if scores.needs else ()
+        self._extra_arguments = (scores,) if scores.needs else ()
         self._queries, *self._cached = tensors
 
     def attend(self) -> Tensors:
@@ -230,7 +230,9 @@ class _Step:
     def _call(self, read: CacheRead) -> Tensors:
         k, v = (_rows(x, read.call.k, read.sequences, read.kv_heads) for x in self._cached)
         queries = _rows(self._queries, read.call.q, read.sequences, read.q_heads)
-        return self._kernel.forward(queries, k, v, read.call, self._scale, None, *self._told)
+        return self._kernel.forward(
+            queries, k, v, read.call, self._scale, None, *self._extra_arguments
+        )
 
 
 def _rows(x: Tensor, ranges: Ranges, sequences: slice, heads: slice | None) -> Tensor:

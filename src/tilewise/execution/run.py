@@ -320,14 +320,14 @@ class BoundCode:
     def _attend(self, op: ops.Attend) -> Step:
         results = [(result, [*map(self._number, result.refs)]) for result in op.results]
         operands, call, scale = [*map(self._number, op.operands)], op.call, self._scale
-        run, told = self._run_kernel, self._told(op)
+        run, extra = self._run_kernel, self._extra_arguments(op)
         into = [number for _, numbers in results for number in numbers]
         written = [number for result, numbers in results if not result.adds for number in numbers]
         if not written:
 
             def add(t: list[Any], work: Pass) -> None:
                 kernel_into = tuple([t[i] for i in into])
-                run(*[t[i] for i in operands], call, scale, kernel_into, *told(work))
+                run(*[t[i] for i in operands], call, scale, kernel_into, *extra(work))
 
             return add
         if self._adopts:
@@ -338,7 +338,7 @@ class BoundCode:
             for number, value in zip(written, blanks, strict=True):
                 t[number].fill_(value)
             kernel_into = tuple([t[i] for i in into])
-            run(*[t[i] for i in operands], call, scale, kernel_into, *told(work))
+            run(*[t[i] for i in operands], call, scale, kernel_into, *extra(work))
 
         return fill_and_add
 
@@ -352,7 +352,7 @@ class BoundCode:
         self, op: ops.Attend, results: list[tuple[ops.Result, list[int]]], operands: list[int]
     ) -> Step:
         """The kernel's own tensors become results that are written; to others they are added."""
-        run, told, call, scale = self._run_kernel, self._told(op), op.call, self._scale
+        run, extra, call, scale = self._run_kernel, self._extra_arguments(op), op.call, self._scale
         adds = [(number, result.adds) for result, numbers in results for number in numbers]
         dtypes = [
             getattr(torch, self.code.tensors[ref.tensor].dtype)
@@ -362,7 +362,7 @@ class BoundCode:
         put = self._putting()
 
         def step(t: list[Any], work: Pass) -> None:
-            found = run(*[t[i] for i in operands], call, scale, None, *told(work))
+            found = run(*[t[i] for i in operands], call, scale, None, *extra(work))
             for (number, added), x, dtype in zip(adds, found, dtypes, strict=True):
                 if added:
                     t[number].add_(x)
@@ -382,11 +382,11 @@ class BoundCode:
 
         return put
 
-    def _told(self, op: ops.Attend) -> Callable[[Pass], tuple[()] | tuple[Scores]]:
+    def _extra_arguments(self, op: ops.Attend) -> Callable[[Pass], tuple[()] | tuple[Scores]]:
         """Return the further arguments of a kernel, for calls that ask for more than a scale."""
         scores = self._scores
         if scores is None:
-            return _untold
+            return _no_arguments
         if op.places is None:
             return lambda _: (scores,)
         q, k, first, _ = op.places
@@ -594,7 +594,7 @@ def _no_step(_: list[Any], __: Pass) -> None:
     return
 
 
-def _untold(_: Pass) -> tuple[()]:
+def _no_arguments(_: Pass) -> tuple[()]:
     return ()
 
 

@@ -289,8 +289,8 @@ class _Attention(torch.autograd.Function):
             expansion.begin_backward()
         with torch.no_grad():
             if expansion is None and dense is None and _watched(*grads, *saved):
-                told = call.with_resolved(resolved, transport)
-                found = torch.ops.tilewise.attention_backward(*grads, *saved, kept, told)
+                resolved_call = call.with_resolved(resolved, transport)
+                found = torch.ops.tilewise.attention_backward(*grads, *saved, kept, resolved_call)
             else:
                 found = _agreed_backward(resolved, transport, call, saved, kept, grads, dense)
             dsink = None

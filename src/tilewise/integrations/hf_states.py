@@ -226,12 +226,12 @@ def wire(base: Any) -> StateLayers | None:
     }
     masks = {(name, x) for name in modules for x in vars(sys.modules[name]) if ANY_MASK.match(x)}
     makes = sorted(name for name, x in masks if x == MAKES_MASK)
-    told = [x for x in layers if _called(type(x))]  # by such a mask alone
-    if told and masks and not makes:
+    called_by_mask = [x for x in layers if _called(type(x))]  # by such a mask alone
+    if called_by_mask and masks and not makes:
         raise ValueError(
-            f"{type(told[0]).__name__} carries a state along the sequence, but transformers "
-            f"{version('transformers')} makes no mask for such layers ({MAKES_MASK}), which tells "
-            "them of documents; install transformers 5.23 or newer"
+            f"{type(called_by_mask[0]).__name__} carries a state along the sequence, but "
+            f"transformers {version('transformers')} makes no mask for such layers "
+            f"({MAKES_MASK}), which tells them of documents; install transformers 5.23 or newer"
         )
     text = base.config.get_text_config(decoder=True)
     states = StateLayers(text, tuple(makes), hands_mask=not masks)

@@ -113,8 +113,8 @@ class LeafKernel:
             for pair in pairs:
                 other = call.k[pair.k]
                 keys = _gathered(k, other, widths[0]), _gathered(v, other, widths[1])
-                told = _told(scores, leaf, other, first_head)
-                out, lse, *largest = self._attend(q_rows, *keys, pair.call, told)
+                placed = _placed_scores(scores, leaf, other, first_head)
+                out, lse, *largest = self._attend(q_rows, *keys, pair.call, placed)
                 add_partial(sums[0], (out[..., : v.shape[-1]], lse, *largest), leaf, columns[0])
 
     def backward(
@@ -148,8 +148,8 @@ class LeafKernel:
                     _gathered(k, other, widths[0], shared),
                     _gathered(v, other, widths[1], shared),
                 )
-                told = _told(scores, leaf, other, first_head)
-                dq, dk, dv = self._differentiate(Operands(q_rows, *keys, *mine), pair.call, told)
+                placed = _placed_scores(scores, leaf, other, first_head)
+                dq, dk, dv = self._differentiate(Operands(q_rows, *keys, *mine), pair.call, placed)
                 _add(sums[0], columns[0], leaf, (dq[..., : q.shape[-1]],))
                 found = dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
                 for head in range(shared):
@@ -164,9 +164,9 @@ class LeafKernel:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
     ) -> tuple[Tensor, ...]:
-        told = (scores,) if scores.needs else ()
+        extra = (scores,) if scores.needs else ()
         if not self._by_head:
-            return self._kernel.forward(q, k, v, call, scores.scale, None, *told)
+            return self._kernel.forward(q, k, v, call, scores.scale, None, *extra)
         shared = q.shape[2] // k.shape[2]
         found: list[tuple[Tensor, ...]] = []
         given = call, scores.scale, None
@@ -176,22 +176,22 @@ class LeafKernel:
                 rows, keys, values = (
                     x[:, :, part].contiguous() for x, part in ((q, own), (k, mine), (v, mine))
                 )
-                of_head = (_of_head(scores, head),) if told else ()
+                of_head = (_of_head(scores, head),) if extra else ()
                 found.append(self._kernel.forward(rows, keys, values, *given, *of_head))
         return tuple(torch.cat(x, 2) for x in zip(*found, strict=True))
 
     def _differentiate(self, operands: Operands, call: KernelCall, scores: Scores) -> Gradients:
-        told = (scores,) if scores.needs else ()
+        extra = (scores,) if scores.needs else ()
         if not self._by_head:
             q, k, v, dout, lse, delta = operands
             given = call, scores.scale, None
-            return self._kernel.backward(q, k, v, dout, lse, delta, *given, *told)
+            return self._kernel.backward(q, k, v, dout, lse, delta, *given, *extra)
         found: list[Gradients] = []
         given = call, scores.scale, None
         with _one_thread():
             for head in range(operands.q.shape[2]):
                 one = Operands(*(x[:, :, head : head + 1].contiguous() for x in operands))
-                of_head = (_of_head(scores, head),) if told else ()
+                of_head = (_of_head(scores, head),) if extra else ()
                 found.append(self._kernel.backward(*one, *given, *of_head))
         dq, dk, dv = (torch.cat(x, 2) for x in zip(*found, strict=True))
         return dq, dk, dv
@@ -242,7 +242,7 @@ def _gathered_statistic(x: Tensor, leaf: Leaf, absent: float) -> Tensor:
     return rows
 
 
-def _told(scores: Scores, q: Leaf, k: Leaf, first_head: int) -> Scores:
+def _placed_scores(scores: Scores, q: Leaf, k: Leaf, first_head: int) -> Scores:
     """Return what a call is told: where its rows are, if that is asked for."""
     if not scores.by_place:
         return scores

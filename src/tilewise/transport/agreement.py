@@ -319,11 +319,11 @@ def _rank_first(one: tuple[int, CallState]) -> int:
 
 def _shown(state: CallState, other: CallState) -> str:
     """A call's number, what it is, and in what else the other call differs first."""
-    told = {name: text for name, text in state.fields.items() if name in (PASS, "call", "plan")}
+    shown = {name: text for name, text in state.fields.items() if name in (PASS, "call", "plan")}
     for name, text in state.fields.items():
-        if len(told) < _SHOWN_FIELDS and other.fields.get(name, text) != text:
-            told[name] = text
-    return f"call {state.number} ({', '.join(f'{name} {text}' for name, text in told.items())})"
+        if len(shown) < _SHOWN_FIELDS and other.fields.get(name, text) != text:
+            shown[name] = text
+    return f"call {state.number} ({', '.join(f'{name} {text}' for name, text in shown.items())})"
 
 
 def _verdict(records: Sequence[_Record]) -> str:

@@ -43,7 +43,7 @@ class Watch:
     def __init__(self, group: dist.ProcessGroup, agreement: Agreement) -> None:
         self.since = 0.0
         self._group, self._agreement = ref(group), agreement
-        self._told: CallState | None = None
+        self._published: CallState | None = None
         self._turn = 0
 
     def look(self) -> None:
@@ -57,9 +57,9 @@ class Watch:
         if since and monotonic() - since > PATIENCE_SECONDS:
             if self._in_vain(group):
                 end_waits(group)
-        elif self._told is not None:
+        elif self._published is not None:
             group_store(group, "calls").set(str(group.rank()), "")
-            self._told = None
+            self._published = None
 
     def failure(
         self,
@@ -103,17 +103,17 @@ class Watch:
         """Why no rank can go on, once one of them knows it; says which call this one is in."""
         store, rank, size = group_store(group, "calls"), group.rank(), group.size()
         state = self._agreement.state()
-        if state != self._told:
+        if state != self._published:
             store.set(str(rank), json.dumps(state))
-            self._told = state
+            self._published = state
         verdict = _verdict(group)
         if verdict:
             return verdict
         asked = min(size - 1, _ASKED_AT_ONCE)
         for i in range(asked):
             peer = (rank + 1 + (self._turn + i) % (size - 1)) % size
-            told = store.get(str(peer)) if store.check([str(peer)]) else b""
-            found = told and self._agreement.conflict(rank, peer, CallState(*json.loads(told)))
+            text = store.get(str(peer)) if store.check([str(peer)]) else b""
+            found = text and self._agreement.conflict(rank, peer, CallState(*json.loads(text)))
             if found:  # of several the first one stays, for all
                 return store.compare_set(_VERDICT, "", found).decode()
         self._turn = (self._turn + asked) % (size - 1)
