@@ -53,6 +53,17 @@ def test_one_document_and_ranks_without_tokens(cu_seqlens: tuple[int, ...]):
     compare("gemma3", case(cu_seqlens))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads it
+def test_a_compiled_model_is_the_eager_model():
+    model, given = build("llama"), case(PACKED)
+    cp = tw.ContextParallel(num_tokens=given.input_ids.shape[-1], mask=tw.Causal())
+    hf.parallelize(model, cp)
+    eager = run_split(model, cp, given)
+    model.zero_grad()
+    model.compile(backend="eager")
+    assert max(errors(run_split(model, cp, given), eager).values()) < 1e-6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cu_seqlens", [WHOLE, PACKED, SHORT], ids=["whole", "packed", "short"])
 @pytest.mark.parametrize("name", MODELS)

@@ -102,7 +102,9 @@ class LayerMask:
             self.seed = agreed_seed(self.cp.group, number)
         return (self.seed + self.layers.setdefault(module, len(self.layers))) % MOST_SEEDS
 
+    @torch.compiler.disable
     def _settle(self, batch: int, given: Mapping[str, Any]) -> Mask:
+        """The mask, once ranks agree on it; outside of compiled graphs: it exchanges and reads."""
         position_ids, cu_seqlens = given.get("position_ids"), given.get("cu_seq_lens_q")
         error = self.refused_length(position_ids)
         if error is not None:

@@ -170,7 +170,7 @@ class Layout(OpaqueValue):
         self.runs = tuple(tuple(run for run in shard if run.count) for shard in read)
         self.name = require_type(str, "name", name, "'layout'")
         self.sizes = tuple(sum(r.count for r in shard) for shard in self.runs)
-        whole_number("world_size", len(self.runs))
+        self.world_size = whole_number("world_size", len(self.runs))
         for shard, run in ((s, run) for s, runs in enumerate(self.runs) for run in runs):
             last = run.start + (run.count - 1) * run.stride
             if run.count < 1 or run.stride < 1 or not 0 <= run.start <= last < self.num_tokens:
@@ -211,10 +211,6 @@ class Layout(OpaqueValue):
                 raise ValueError(_not_a_permutation(everything))
             num_tokens = len(everything)
         return Layout(num_tokens, map(runs_of_positions, rows), name)
-
-    @property
-    def world_size(self) -> int:
-        return len(self.runs)
 
     def size(self, shard: int) -> int:
         """Number of rows of a shard."""
