@@ -12,6 +12,8 @@ import tilewise as tw
 from tilewise.compiler.code import AttendLeaves, Finish, Merge
 from tilewise.layouts.leaves import MOST_TERMS, leaf_edges, leaf_size
 from tilewise.layouts.whole_blocks import split_blocks
+from tilewise.plan import Plan, RankBuilder
+from tilewise.plan.ir import RankStep
 
 TOKENS = 1024
 WORK = tw.Workload(
@@ -122,10 +124,15 @@ def test_a_dense_bias_that_learns_is_refused():
 
 
 def test_a_plan_that_splits_leaves_is_refused():
-    layout = tw.zigzag(TOKENS, 4)
-    plan = tw.tiled(tw.Causal(), layout, kv_bytes=2.0)
-    with pytest.raises(ValueError, match="splits the q leaf of tokens"):
-        tw.volume(plan, replace(WORK, layout=layout))
+    def script(rank: int) -> tuple[RankStep, ...]:
+        steps = RankBuilder(rank)
+        steps.tile((0, 1), (0, 1))
+        return steps.done()
+
+    owners, cuts = (((0,), (0,)),) * 2, ((0, 100), (100, TOKENS))
+    plan = Plan("parts", 1, 1, owners, script=script, cuts=cuts)
+    with pytest.raises(ValueError, match="parts splits the q leaf of tokens 0 to 127"):
+        tw.volume(plan, replace(WORK, layout=tw.contiguous(TOKENS, 1)))
 
 
 def test_ranks_that_ask_for_different_reductions_get_the_usual_error():

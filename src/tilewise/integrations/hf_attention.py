@@ -88,9 +88,12 @@ class LayerMask:
         Args:
             given: the keywords that the layer passes on.
         """
-        if self.settled is None:
-            self.settled = self._settle(batch, given)
-        return self.settled
+        settled = self.settled
+        if settled is None:
+            # It exchanges and reads numbers, which no graph can hold.
+            settle: Callable[..., Mask] = torch.compiler.disable(self._settle)
+            settled = self.settled = settle(batch, given)
+        return settled
 
     def dropout_seed(self, module: nn.Module) -> int:
         """The seed of a layer in this forward pass, from rank 0's draw.
@@ -102,9 +105,7 @@ class LayerMask:
             self.seed = agreed_seed(self.cp.group, number)
         return (self.seed + self.layers.setdefault(module, len(self.layers))) % MOST_SEEDS
 
-    @torch.compiler.disable
     def _settle(self, batch: int, given: Mapping[str, Any]) -> Mask:
-        """The mask, once ranks agree on it; outside of compiled graphs: it exchanges and reads."""
         position_ids, cu_seqlens = given.get("position_ids"), given.get("cu_seq_lens_q")
         error = self.refused_length(position_ids)
         if error is not None:

@@ -178,6 +178,20 @@ class HeadTuning(NamedTuple):
         return self.make(*self.known, num_heads, num_kv_heads)
 
 
+class BlockTuning(NamedTuple):
+    """The way in which a mask-aware plan is made anew for a layout of whole blocks.
+
+    Attributes:
+        make: (*known, mask, layout, edges) -> Plan, a module's function, so that it can be pickled.
+            edges: positions at which blocks begin, and num_tokens. No shard of the plan begins or
+            ends within a block.
+        known: what it was made of beside these: values.
+    """
+
+    make: Callable[..., Plan]
+    known: tuple[Any, ...]
+
+
 class TeamExchange(NamedTuple):
     """A step in which the ranks of every team exchange with each other, and with nobody else.
 
@@ -212,9 +226,8 @@ class Traits(NamedTuple):
             who compose plans.
         made_for: the mask and the layout that a mask-aware plan covers, and no other.
         tuning: how to make such a plan anew for heads; None: it is for any, or for its own.
-        on_blocks: (mask, layout, edges) -> Plan, a module's function or a partial of one: makes a
-            mask-aware plan anew for a layout of whole blocks, which begin at these positions, so
-            that no shard begins or ends within a block. None: there is no such way.
+        on_blocks: how to make a mask-aware plan anew for a layout of whole blocks; None: there is
+            no such way.
         proven: tests prove what the strategy makes; any other plan is checked before it first runs.
         exchanges: steps that are exchanges of whole teams; a pruned plan keeps them.
     """
@@ -223,7 +236,7 @@ class Traits(NamedTuple):
     head_split: tuple[int, Plan] | None = None
     made_for: tuple[Hashable, Hashable] | None = None
     tuning: HeadTuning | None = None
-    on_blocks: Callable[[Any, Any, tuple[int, ...]], Plan] | None = None
+    on_blocks: BlockTuning | None = None
     proven: bool = False
     exchanges: tuple[TeamExchange, ...] = ()
 
@@ -445,8 +458,8 @@ class Plan(OpaqueValue):
         Args:
             edges: positions at which blocks begin, and num_tokens.
         """
-        make = self.traits.on_blocks
-        return self if make is None else make(mask, layout, edges)
+        tuning = self.traits.on_blocks
+        return self if tuning is None else tuning.make(*tuning.known, mask, layout, edges)
 
     def replaced(self, name: str, steps: Iterable[Step]) -> Plan:
         """This plan with other steps, of which nobody knows more than they say."""

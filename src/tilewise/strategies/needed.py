@@ -6,7 +6,6 @@ nodes are known, rows that several ranks of a node read cross to it once and are
 Source: the group cast of MagiAttention (SandAI 2025), and its hierarchical form.
 """
 
-import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from tilewise.layouts.cells import Cell, cells
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.builder import RankBuilder, operand, partial
-from tilewise.plan.ir import Plan, RankStep, Rows, Side, Traits, own_shards
+from tilewise.plan.ir import BlockTuning, Plan, RankStep, Rows, Side, Traits, own_shards
 from tilewise.plan.row_ranges import count_rows, union, whole_or
 
 STAGES = 4
@@ -83,7 +82,7 @@ def needed(mask: Mask, layout: Layout, node_size: int | None = None) -> Plan:
 
     nodes = "" if size >= n else f", node_size={size}"
     name = f"needed({mask!r}, {layout!r}{nodes})"
-    on_blocks = functools.partial(_on_blocks, node_size)
+    on_blocks = BlockTuning(_on_blocks, (node_size,))
     traits = Traits(made_for=(mask, layout), on_blocks=on_blocks, proven=True)
     return Plan(name, n, 1, own_shards(n), script=script, traits=traits)
 

@@ -5,14 +5,13 @@ read them so that no owner sends to everybody.
 """
 
 from collections.abc import Callable
-from functools import partial
 from math import inf
 from typing import TypeAlias
 
 from tilewise.arguments import MOST_RANKS, checks_arguments, whole_number
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Mask
-from tilewise.plan.ir import MHA, HeadTuning, Plan
+from tilewise.plan.ir import MHA, BlockTuning, HeadTuning, Plan
 from tilewise.strategies.tiling.causal.planner import suits, triangle_layout, triangle_plan
 from tilewise.strategies.tiling.placement import LEVEL, Balance
 from tilewise.strategies.tiling.planner import PlacedPlans, placed_layout
@@ -61,7 +60,7 @@ def tiled(
     if suits(mask, layout) and balance == LEVEL:
         make = triangle_plan
     plan = _made(make, mask, layout, kv_bytes)
-    on_blocks = partial(_on_blocks, balance, kv_bytes)
+    on_blocks = BlockTuning(_on_blocks, (balance, kv_bytes))
     return plan.changed(traits=plan.traits._replace(on_blocks=on_blocks))
 
 
