@@ -88,11 +88,12 @@ class LayerMask:
         Args:
             given: the keywords that the layer passes on.
         """
-        settled = self.settled
-        if settled is None:
-            # It exchanges and reads numbers, which no graph can hold.
-            settle: Callable[..., Mask] = torch.compiler.disable(self._settle)
-            settled = self.settled = settle(batch, given)
+        if self.settled is not None:
+            return self.settled
+        # It exchanges and reads numbers, which no graph can hold.
+        settle: Any = torch.compiler.disable(self._settle)
+        settled: Mask = settle(batch, given)
+        self.settled = settled
         return settled
 
     def dropout_seed(self, module: nn.Module) -> int:
