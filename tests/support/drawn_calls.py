@@ -64,6 +64,7 @@ def calls(
     world_sizes: tuple[int, ...] = WORLD_SIZES,
     replicated_queries: bool | None = None,
     by_head: bool = True,
+    most_tokens: int = MOST_TOKENS,
 ) -> DrawnCall:
     """Any plan on any layout under any mask.
 
@@ -71,7 +72,7 @@ def calls(
         replicated_queries: None: one plan in eight has them.
         by_head: also masks that differ between KV heads.
     """
-    n, num_tokens = draw(st.sampled_from(world_sizes)), draw(st.integers(1, MOST_TOKENS))
+    n, num_tokens = draw(st.sampled_from(world_sizes)), draw(st.integers(1, most_tokens))
     mask: tw.Mask = draw(masks(num_tokens))
     layout = draw(layouts(num_tokens, n))
     per_head = by_head and draw(st.integers(0, 5)) == 0
