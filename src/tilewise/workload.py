@@ -25,11 +25,11 @@ from tilewise.arguments import (
 from tilewise.compiler.canonical_check import check_codes, check_moves
 from tilewise.compiler.code import Code
 from tilewise.compiler.codegen import CallTraits, pass_code
+from tilewise.compiler.exact_wires import check_exact_wires
 from tilewise.compiler.pruning import everything_needed
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
 from tilewise.compiler.row_code import row_code
 from tilewise.compiler.row_moves import RowMoves, leaf_moves, share_moves
-from tilewise.compiler.whole_leaves import check_exact_wires, check_whole_leaves
 from tilewise.layouts.joint import joint
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.layouts.leaves import leaf_layouts
@@ -281,10 +281,7 @@ class Workload:
                 f"{back.name} is for {back.world_size} ranks, {plan.name} for {plan.world_size}; "
                 "make both for the same number"
             )
-        passes = resolve_passes(self.call_shape(plan.world_size), plan, backward_plan)
-        if self.canonical:
-            check_whole_leaves(passes)
-        return passes
+        return resolve_passes(self.call_shape(plan.world_size), plan, backward_plan)
 
 
 @checks_arguments

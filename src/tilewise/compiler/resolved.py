@@ -6,9 +6,10 @@ from typing import NamedTuple
 from tilewise.compiler.checker import check_before_run
 from tilewise.compiler.pruning import check_made_for, prune_shards, shard_layouts
 from tilewise.layouts.layout import Layout
-from tilewise.layouts.leaves import leaf_edges
+from tilewise.layouts.leaves import edges_of_sides, leaf_edges
+from tilewise.layouts.whole_blocks import split_blocks
 from tilewise.masks.base import Mask
-from tilewise.plan.ir import Plan, Transfer
+from tilewise.plan.ir import Plan, Side, Transfer
 from tilewise.plan.payload import HeadGroups, Payload, check_gathered, head_groups, saving
 from tilewise.plan.row_ranges import count
 from tilewise.wires.wire import Wires
@@ -105,7 +106,10 @@ def resolve_passes(
     if gathered:
         check_gathered(forward.plan, backward.plan)
     payload = backward.payload._replace(backward=True, saved=gathered)
-    return forward, backward._replace(payload=payload)
+    passes = forward, backward._replace(payload=payload)
+    if call.canonical:
+        _check_whole_leaves(passes)
+    return passes
 
 
 def _resolved(call: CallShape, plan: Plan) -> ResolvedPass:
@@ -122,3 +126,22 @@ def _resolved(call: CallShape, plan: Plan) -> ResolvedPass:
         raise ValueError(f"{plan.name} is for one layout of q, k and v; leave out kv_layout")
     groups = head_groups(*heads, plan.num_head_groups)
     return ResolvedPass(plan, call.mask, layouts, groups, call.payload(plan.num_head_groups))
+
+
+def _check_whole_leaves(passes: tuple[ResolvedPass, ResolvedPass]) -> None:
+    """Refuse plans whose shards split a leaf: parts of it would be computed apart."""
+    for resolved in passes:
+        layouts, groups = resolved.layouts, resolved.groups
+        tokens = layouts[0].num_tokens, layouts[1].num_tokens
+        edges = edges_of_sides(resolved.mask, tokens, groups.num_heads // groups.num_kv_heads)
+        for side, layout in zip(Side, layouts, strict=True):
+            if side is Side.Q and resolved.plan.replicated_queries:
+                continue  # every rank has the same rows
+            split = split_blocks(layout, edges[side])
+            if split:
+                start, stop = edges[side][split[0] : split[0] + 2]
+                raise ValueError(
+                    f"{resolved.plan.name} splits the {side.name.lower()} leaf of tokens {start} "
+                    f"to {stop - 1}, and {len(split) - 1} more, over several shards, so their "
+                    "results would depend on it; take a plan of whole shards, or reduction='fast'"
+                )

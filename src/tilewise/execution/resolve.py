@@ -17,7 +17,6 @@ from tilewise.arguments import dtype_name
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
 from tilewise.compiler.row_moves import leaf_moves
-from tilewise.compiler.whole_leaves import check_whole_leaves
 from tilewise.execution.call import Call, KeptForCalls, ResolvedCall
 from tilewise.execution.expansion import TRIED_ROWS, Expansion
 from tilewise.execution.sinks import check_sink
@@ -167,8 +166,6 @@ def resolve(
         for of, to in zip((call.layout, kv_layout), layouts, strict=True)
     )
     q_leaves = None if call.plan.replicated_queries else q_leaves
-    if canonical:
-        check_whole_leaves(passes)
     moved = q_leaves is not None, kv_leaves is not None
     layouts = passes[0].layouts
     check_rows(q, k, layouts, passes[0].plan, rank, moved)

@@ -14,8 +14,8 @@ from tilewise.arguments import (
     require_type,
     whole_number,
 )
+from tilewise.compiler.exact_wires import check_exact_wires
 from tilewise.compiler.rank_plan import RankPlan
-from tilewise.compiler.whole_leaves import check_exact_wires
 from tilewise.execution.call import Call
 from tilewise.execution.sinks import TensorKind
 from tilewise.kernels.bias import Alibi, Bias, DenseBias
