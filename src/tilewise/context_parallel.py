@@ -168,7 +168,7 @@ class ContextParallel:
 
     @property
     def layouts_are_open(self) -> bool:
-        """Whether no layout was given, and none has been read: a planner may choose both."""
+        """True if no layout was given, and none has been read: a planner may choose both."""
         return self._layouts_open
 
     def choose_layouts(self, layout: Layout, attention_layout: Layout | None = None) -> None:
@@ -188,21 +188,21 @@ class ContextParallel:
 
     @property
     def layout(self) -> Layout:
-        """Which tokens this rank holds: of all that layers take but what is within attention."""
+        """The tokens that each rank holds, in all layers but within attention."""
         if self._layouts_open:
             self._layouts_open = False
         return self._layouts[0]
 
     @property
     def attention_layout(self) -> Layout:
-        """Which tokens this rank attends with: layout, if no other was given."""
+        """The tokens that each rank has within attention: of layout, if no other was given."""
         if self._layouts_open:
             self._layouts_open = False
         return self._layouts[1]
 
     @property
     def moves_rows(self) -> bool:
-        """Whether attention runs on another layout than that of the tokens."""
+        """True if attention runs on another layout than that of the tokens."""
         return self.attention_layout is not self.layout
 
     @property

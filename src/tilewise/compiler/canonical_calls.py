@@ -123,7 +123,7 @@ class LeafCalls:
         return int(np.searchsorted(self._terms.edges[side], leaf.start))
 
     def _added(self, side: Side, leaves: tuple[Leaf, Leaf]) -> np.ndarray:
-        """What a pair adds to the sums of a side, [rows, batch, heads]."""
+        """The terms that a pair adds to the sums of a side, [rows, batch, heads]."""
         other = Side(1 - side)
         rows = RowsOf(_positions(leaves[side]), self._q_heads, self._code.batch)
         found = self._terms.of_leaf(side, rows, self._number(other, leaves[other]))

@@ -25,7 +25,7 @@ UNWRITTEN = 1
 
 
 class Content(NamedTuple):
-    """What memory holds, unit by unit.
+    """The content of memory, unit by unit.
 
     Attributes:
         numbers: a value of a row and head, times the factor of a unit's place in it.

@@ -101,7 +101,7 @@ class Terms:
         return self._reaches[self.mask(kv_head)][side]
 
     def of_leaf(self, side: Side, rows: RowsOf, leaf: int) -> Numbers:
-        """What the pairs with a leaf of the other side add to rows of a side.
+        """The terms that pairs with a leaf of the other side add to rows of a side.
 
         Args:
             rows: their heads are query heads, of keys too: each adds a term of its own.

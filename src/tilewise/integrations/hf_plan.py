@@ -112,7 +112,7 @@ KERNELS: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class _Kind:
-    """What decides a model's layers.
+    """The facts that decide a model's layers.
 
     Attributes:
         text: the configuration, written out.
@@ -126,7 +126,7 @@ class _Kind:
 
 @lru_cache(maxsize=16)
 def _layers(kind: _Kind) -> tuple[int, tuple[StateLayer, ...]]:
-    """How many layers of attention a model has, and its layers that carry a state or convolve."""
+    """Count a model's layers of attention, and list those that carry a state or convolve."""
     with torch.device("meta"), torch.no_grad():
         model = kind.model_class(copy.deepcopy(kind.config)).to(kind.dtype)
         wire(model)
@@ -218,7 +218,7 @@ def work_to_plan(base: Any, rank: int) -> HybridWork | None:
 
 
 def may_choose(cp: ContextParallel) -> bool:
-    """Whether the layouts of a cp are the planner's to choose: nobody has named what it chooses."""
+    """Return whether a planner may choose a cp's layouts: nobody has named them or a plan."""
     planned = cp.strategy == "auto" and cp.reduction == "fast" and cp.mask == Causal()
     return planned and cp.world_size > 1 and cp.layouts_are_open
 

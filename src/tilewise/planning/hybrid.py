@@ -288,7 +288,7 @@ def _priced(
     share_rows = -(-padded.num_tokens // shares)
 
     def cost(moves: Sequence[RowMoves], row_bytes: int) -> Cost:
-        """Of both passes."""
+        """The cost of such moves, both passes."""
         passes = (simulate_moves(moves, row_bytes, machine, backward=x) for x in (False, True))
         seconds = sum(timeline.seconds for timeline in passes)
         if not counts_bytes:
@@ -297,13 +297,13 @@ def _priced(
         return seconds, max(sum(f[r] + b[r] for f, b in by_rank) for r in range(world_size))
 
     def scans(kind: str) -> Cost:
-        """Of all layers; messages are those of pieces, whatever their length."""
+        """The cost of all layers' scans; messages are those of pieces, whatever their length."""
         rounds = scan_moves(_MAKE[kind](shares, world_size), (0, shares))
         sizes = Counter(state.scan_bytes for state in work.states if state.num_heads)
         return _summed([(cost(rounds, size), count) for size, count in sizes.items()])
 
     def halos(kind: str) -> Cost:
-        """Of all layers, on pieces as long as the rows that travel, or shorter if these are."""
+        """The cost of all layers' halos, on pieces no longer than the rows that travel."""
         sizes = Counter(
             (state.conv_width - 1, state.conv_channels)
             for state in work.states
@@ -318,7 +318,7 @@ def _priced(
         return _summed(costs)
 
     def relayout() -> Cost:
-        """Of one layer; one row stands for all of a share."""
+        """The cost of a relayout around one layer; one row stands for all of a share."""
         layouts = CHOICES["relayout"].make(shares, world_size)
         there, back = (share_rows * row_bytes for row_bytes in work.relayout_bytes)
         moves = relayout_moves(*layouts), relayout_moves(*reversed(layouts))
