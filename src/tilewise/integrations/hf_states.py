@@ -54,6 +54,7 @@ class _State(threading.local):
         layer: the split of the layer in progress.
         open: what ends with each hooked module in progress, the innermost last.
         kernels: what stands for functions of layers while these are only measured, by name.
+        torch_code: whether layers call transformers' torch code where a kernel is installed.
     """
 
     def __init__(self) -> None:
@@ -61,6 +62,7 @@ class _State(threading.local):
         self.layer: Split | None = None
         self.open: list[ExitStack] = []
         self.kernels: Mapping[str, Callable[..., Any]] = {}
+        self.torch_code = False
 
 
 _state = _State()
@@ -260,6 +262,22 @@ def kernels_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None
         _state.kernels = before
 
 
+@contextmanager
+def without_kernels(model: nn.Module) -> Iterator[None]:
+    """A model's layers with a state call transformers' torch code in this thread, where kernels are
+    installed too: those take no tensors of the CPU.
+    """
+    before, _state.torch_code = _state.torch_code, True
+    try:
+        with ExitStack() as stack:
+            for layer in state_layers(model):
+                for module, names in _called(type(layer)):
+                    stack.enter_context(_REPLACED.names(module, names))
+            yield
+    finally:
+        _state.torch_code = before
+
+
 def split_all_calls(model: Any, base: Any, cp: ContextParallel, name: str) -> None:
     """Make each call of a model run its layers with a state over cp, as its attention.
 
@@ -361,10 +379,14 @@ def _ours(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **given: Any) -> Any:
         if name == MAKES_MASK and _state.model is not None:
             return _state.model[0]
-        if name != MAKES_MASK and _state.layer is not None:
-            kernel = _state.kernels.get(name, function)
+        if name == MAKES_MASK:
+            return function(*args, **given)
+        # what chooses between a kernel and torch code, in transformers, wraps the latter
+        called = inspect.unwrap(function) if _state.torch_code else function
+        if _state.layer is not None:
+            kernel = _state.kernels.get(name, called)
             return FUNCTIONS[name](_state.layer, kernel, *args, **given)
-        return function(*args, **given)
+        return called(*args, **given)
 
     return run
 
