@@ -39,7 +39,7 @@ CACHES = ("past_key_values", "cache", "cache_params")  # names of a model's cach
 RECURRENCE, LIGHTNING = "_rnn_scan", "get_slope_rate"
 
 
-class Split(NamedTuple):
+class SplitTokens(NamedTuple):
     """The split of a layer's tokens: over which ranks, and boundaries of their documents."""
 
     cp: ContextParallel
@@ -58,7 +58,7 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.model: tuple[LayerMask, Any] | None = None
-        self.layer: Split | None = None
+        self.layer: SplitTokens | None = None
         self.open: list[ExitStack] = []
         self.kernels: Mapping[str, Callable[..., Any]] = {}
 
@@ -67,7 +67,7 @@ _state = _State()
 
 
 def _convolution(
-    split: Split,
+    split: SplitTokens,
     _: Any,
     x: Tensor,
     weight: Tensor,
@@ -82,7 +82,7 @@ def _convolution(
 
 
 def _delta_rule(  # noqa: PLR0913 - as layers call it
-    split: Split,
+    split: SplitTokens,
     rule: Callable[..., Any],
     query: Tensor,
     key: Tensor,
@@ -99,7 +99,7 @@ def _delta_rule(  # noqa: PLR0913 - as layers call it
 
 
 def _state_space(  # noqa: PLR0913 - as layers call it
-    split: Split,
+    split: SplitTokens,
     scan: Callable[..., Any],
     x: Tensor,
     dt: Tensor,
@@ -120,7 +120,7 @@ def _state_space(  # noqa: PLR0913 - as layers call it
 
 
 def _selective_scan(  # noqa: PLR0913 - as layers call it
-    split: Split,
+    split: SplitTokens,
     scan: Callable[..., Any],
     x: Tensor,
     dt: Tensor,
@@ -145,7 +145,7 @@ def _declined(*_: Any, **__: Any) -> None:
 
 
 def _refused(name: str) -> Callable[..., Any]:
-    def refuse_step(split: Split, *_: Any, **__: Any) -> None:
+    def refuse_step(split: SplitTokens, *_: Any, **__: Any) -> None:
         refuse(split.cp, f"{name} runs one token from a cache; a split model runs without one")
 
     return refuse_step
@@ -388,7 +388,7 @@ def _before_layer(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) -> A
         return None
     stack.callback(setattr, _state, "layer", outer)
     assert masks[0].cu_seqlens is not None
-    _state.layer = Split(masks[0].cp, masks[0].cu_seqlens)
+    _state.layer = SplitTokens(masks[0].cp, masks[0].cu_seqlens)
     for module, names in _called(type(layer)):
         stack.enter_context(_REPLACED.names(module, names))
     _replace_parts(layer, _state.layer, stack)
@@ -412,7 +412,7 @@ def _has_parts(layer: nn.Module) -> bool:
     return hasattr(layer, LIGHTNING) or any(hasattr(part, RECURRENCE) for part in layer.children())
 
 
-def _replace_parts(layer: Any, split: Split, stack: ExitStack) -> None:
+def _replace_parts(layer: Any, split: SplitTokens, stack: ExitStack) -> None:
     """Replace methods of a layer's parts until the layer ends."""
 
     def replace(part: Any, name: str, own: Callable[..., Any]) -> None:
@@ -446,7 +446,7 @@ def _kept(forward: Callable[[Tensor], Tensor], results: list[Tensor]) -> Callabl
 
 
 def _lightning(
-    split: Split,
+    split: SplitTokens,
     layer: Any,
     norm: Callable[[Tensor], Tensor],
     projected: list[Tensor],
@@ -465,7 +465,7 @@ def _lightning(
     return norm(state_rules.lightning(*split, out, q, k, v, slopes).flatten(2))
 
 
-def _convolution_of(split: Split, part: nn.Conv1d, x: Tensor) -> Tensor:
+def _convolution_of(split: SplitTokens, part: nn.Conv1d, x: Tensor) -> Tensor:
     """A causal convolution by a module, of which the layer keeps the first columns."""
     (width,) = part.kernel_size
     plain = part.groups == part.in_channels == part.out_channels, part.stride, part.dilation
@@ -475,7 +475,7 @@ def _convolution_of(split: Split, part: nn.Conv1d, x: Tensor) -> Tensor:
 
 
 def _recurrence(
-    split: Split,
+    split: SplitTokens,
     scan: Callable[..., Any],
     hidden_states: Tensor,
     recurrent_gate: Tensor,
