@@ -24,7 +24,7 @@ from tilewise.kernels.protocol import (
     no_keys,
     widened,
 )
-from tilewise.tiles.calls import KernelCall, Kind, Slice
+from tilewise.tiles.calls import KernelCall, Slice
 
 _forward = torch.ops.aten._flash_attention_forward.default
 _backward = torch.ops.aten._flash_attention_backward.default
@@ -46,13 +46,7 @@ class FlashRect(NamedTuple):
 
 def flash_parts(call: KernelCall) -> tuple[FlashRect, ...]:
     """A call as rectangles that flash attention can compute; together they cover it exactly."""
-    match call.kind:
-        case Kind.FULL:
-            return (FlashRect(0, call.num_q, 0, call.num_k),)
-        case Kind.CAUSAL:
-            return (FlashRect(0, call.num_q, 0, call.num_k, right=0),)
-        case Kind.SLICES:
-            return tuple(map(_part, call.slices))
+    return tuple(map(_part, call.as_slices))
 
 
 def _part(s: Slice) -> FlashRect:
