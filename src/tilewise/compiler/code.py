@@ -226,7 +226,7 @@ class Wait(NamedTuple):
     writes = property(lambda self: ())
 
 
-class Places(NamedTuple):
+class RowTables(NamedTuple):
     """Global positions of a kernel call's rows and keys, and its first query head and KV heads."""
 
     q_positions: Table
@@ -253,7 +253,7 @@ class Attend(NamedTuple):
     call: KernelCall
     operands: tuple[Ref, ...]
     results: tuple[Result, ...]
-    places: Places | None = None
+    places: RowTables | None = None
 
     @property
     def reads(self) -> tuple[Ref, ...]:
@@ -314,7 +314,7 @@ class Expand(NamedTuple):
     latents: Ref
     k: Ref
     v: Ref
-    places: Places
+    places: RowTables
     key: ExpandKey
     learns: bool
 

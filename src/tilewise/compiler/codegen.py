@@ -37,11 +37,11 @@ from tilewise.compiler.code import (
     Line,
     Merge,
     Op,
-    Places,
     Post,
     Pull,
     Ref,
     Result,
+    RowTables,
     SumHeads,
     Table,
     TeamBytes,
@@ -55,11 +55,13 @@ from tilewise.compiler.lowering import lower
 from tilewise.compiler.placement import Departures, placed
 from tilewise.compiler.program import (
     LAUNCHES_IN_FLIGHT,
+    AttendTile,
     Await,
     Collect,
     Delta,
     Join,
     Launch,
+    MergeArrived,
     Operation,
     Pack,
     PackHeads,
@@ -70,8 +72,6 @@ from tilewise.compiler.program import (
     made_arenas,
     operations,
 )
-from tilewise.compiler.program import Attend as AttendTile
-from tilewise.compiler.program import Merge as MergeArrived
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.layout import Layout
 from tilewise.layouts.leaves import edges_of_sides
@@ -90,8 +90,7 @@ from tilewise.tiles.call_rows import (
     num_rows,
     span,
 )
-from tilewise.tiles.leaf_pairs import LeafPairs, leaf_pairs
-from tilewise.tiles.leaf_pairs import Side as LeafSide
+from tilewise.tiles.leaf_pairs import LeafPairs, LeafSide, leaf_pairs
 
 SMALL_BYTES = 2**20
 """Up to here a message costs more than a copy of it; beyond, copies are avoided."""
@@ -1152,7 +1151,7 @@ class _Generator:
             offset += rows
         return target
 
-    def _places(self, parts: CallParts[np.ndarray]) -> Places:
+    def _places(self, parts: CallParts[np.ndarray]) -> RowTables:
         """Return the positions of a call's rows, keys and heads in the whole attention."""
         q, k = (
             self._positions(layout, of)
@@ -1164,7 +1163,7 @@ class _Generator:
         if parts.kv_heads is not None:
             start = heads.start + parts.kv_heads.start
             heads = slice(start, start + parts.kv_heads.stop - parts.kv_heads.start)
-        return Places(Table.of(q), Table.of(k), first, (heads.start, heads.stop))
+        return RowTables(Table.of(q), Table.of(k), first, (heads.start, heads.stop))
 
     def _positions(self, layout: Layout, parts: Sequence[RowSelection[np.ndarray]]) -> np.ndarray:
         """Global positions of a call's rows of one side, in the order of the call."""
@@ -1177,7 +1176,7 @@ class _Generator:
         return positions
 
     def _expanded(
-        self, parts: CallParts[np.ndarray], kv: Sequence[Held], places: Places | None
+        self, parts: CallParts[np.ndarray], kv: Sequence[Held], places: RowTables | None
     ) -> tuple[Ref, ...]:
         """A call's keys and values, made of its latents."""
         assert places is not None

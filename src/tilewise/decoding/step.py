@@ -201,7 +201,7 @@ class _Step:
             dtype = accumulator_dtype(self._queries.dtype)
             out, lse = self._call(self._reads[0])
             return out.to(dtype), lse
-        out, lse = no_keys(self._queries, self._cached[1], accumulator_dtype(self._queries.dtype))
+        out, lse = no_keys(self._queries, self._cached[1])
         for read in self._reads:
             self._take_in(read, (out, lse), self._call(read))
         return out, lse

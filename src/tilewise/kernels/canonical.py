@@ -11,7 +11,7 @@ exp(lse_pair) is kept as a mantissa and a power of two, so no running maximum is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -33,9 +33,7 @@ from tilewise.kernels.binned import (
 )
 from tilewise.kernels.elementary import exp_parts, log_of
 from tilewise.kernels.protocol import (
-    Gradients,
     Kernel,
-    Operands,
     Places,
     Scores,
     accumulator_dtype,
@@ -107,14 +105,13 @@ class LeafKernel:
         """
         q, k, v = operands
         widths = self._widths(q, v)
-        for number, pairs in groupby(call.pairs, attrgetter("q")):
-            leaf = call.q[number]
+        for leaf, pairs in _by_query_leaf(call):
             q_rows = _gathered(q, leaf, widths[0])
-            for pair in pairs:
-                other = call.k[pair.k]
+            for other, kernel_call in pairs:
                 keys = _gathered(k, other, widths[0]), _gathered(v, other, widths[1])
                 placed = _placed_scores(scores, leaf, other, first_head)
-                out, lse, *largest = self._attend(q_rows, *keys, pair.call, placed)
+                run = self._kernel.forward
+                out, lse, *largest = self._each_head(run, (q_rows, *keys), kernel_call, placed)
                 add_partial(sums[0], (out[..., : v.shape[-1]], lse, *largest), leaf, columns[0])
 
     def backward(
@@ -134,22 +131,21 @@ class LeafKernel:
         """
         q, k, v, dout, lse, delta = operands
         widths, shared = self._widths(q, v), q.shape[2] // k.shape[2]
-        for number, pairs in groupby(call.pairs, attrgetter("q")):
-            leaf = call.q[number]
+        for leaf, pairs in _by_query_leaf(call):
             mine = (
                 _gathered(dout, leaf, widths[1]),
                 _gathered_statistic(lse, leaf, torch.inf),  # weights of absent rows are 0
                 _gathered_statistic(delta, leaf, 0.0),
             )
             q_rows = _gathered(q, leaf, widths[0])
-            for pair in pairs:
-                other = call.k[pair.k]
+            for other, kernel_call in pairs:
                 keys = (
                     _gathered(k, other, widths[0], shared),
                     _gathered(v, other, widths[1], shared),
                 )
                 placed = _placed_scores(scores, leaf, other, first_head)
-                dq, dk, dv = self._differentiate(Operands(q_rows, *keys, *mine), pair.call, placed)
+                rows, run = (q_rows, *keys, *mine), self._kernel.backward
+                dq, dk, dv = self._each_head(run, rows, kernel_call, placed)
                 _add(sums[0], columns[0], leaf, (dq[..., : q.shape[-1]],))
                 found = dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
                 for head in range(shared):
@@ -161,40 +157,34 @@ class LeafKernel:
         widths = [-(-x.shape[-1] // WIDTH_UNIT) * WIDTH_UNIT for x in (q, v)]
         return (max(widths), max(widths)) if self._equal_widths else (widths[0], widths[1])
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
+    def _each_head(
+        self,
+        run: Callable[..., tuple[Tensor, ...]],
+        tensors: tuple[Tensor, ...],
+        call: KernelCall,
+        scores: Scores,
     ) -> tuple[Tensor, ...]:
-        extra = (scores,) if scores.needs else ()
-        if not self._by_head:
-            return self._kernel.forward(q, k, v, call, scores.scale, None, *extra)
-        shared = q.shape[2] // k.shape[2]
-        found: list[tuple[Tensor, ...]] = []
+        """Run a pass of the kernel, of each query head by itself where its bits depend on others.
+
+        Args:
+            tensors: q's first; others may have fewer heads, each of which several of q share.
+        """
         given = call, scores.scale, None
+        num_heads, found = tensors[0].shape[2], list[tuple[Tensor, ...]]()
         with _one_thread():
-            for head in range(q.shape[2]):
-                own, mine = (slice(h, h + 1) for h in (head, head // shared))
-                rows, keys, values = (
-                    x[:, :, part].contiguous() for x, part in ((q, own), (k, mine), (v, mine))
-                )
-                of_head = (_of_head(scores, head),) if extra else ()
-                found.append(self._kernel.forward(rows, keys, values, *given, *of_head))
+            if not self._by_head:
+                return run(*tensors, *given, scores)
+            for head in range(num_heads):
+                own = (x.narrow(2, head * x.shape[2] // num_heads, 1) for x in tensors)
+                placed = _of_head(scores, head)
+                found.append(run(*(x.contiguous() for x in own), *given, placed))
         return tuple(torch.cat(x, 2) for x in zip(*found, strict=True))
 
-    def _differentiate(self, operands: Operands, call: KernelCall, scores: Scores) -> Gradients:
-        extra = (scores,) if scores.needs else ()
-        if not self._by_head:
-            q, k, v, dout, lse, delta = operands
-            given = call, scores.scale, None
-            return self._kernel.backward(q, k, v, dout, lse, delta, *given, *extra)
-        found: list[Gradients] = []
-        given = call, scores.scale, None
-        with _one_thread():
-            for head in range(operands.q.shape[2]):
-                one = Operands(*(x[:, :, head : head + 1].contiguous() for x in operands))
-                of_head = (_of_head(scores, head),) if extra else ()
-                found.append(self._kernel.backward(*one, *given, *of_head))
-        dq, dk, dv = (torch.cat(x, 2) for x in zip(*found, strict=True))
-        return dq, dk, dv
+
+def _by_query_leaf(call: LeafPairs) -> Iterator[tuple[Leaf, Iterator[tuple[Leaf, KernelCall]]]]:
+    """Each query leaf, with the leaves of keys that it meets and their calls."""
+    for number, pairs in groupby(call.pairs, attrgetter("q")):
+        yield call.q[number], ((call.k[pair.k], pair.call) for pair in pairs)
 
 
 @contextmanager
@@ -202,7 +192,8 @@ def _one_thread() -> Iterator[None]:
     """Let torch's operators run on the calling thread alone.
 
     Several threads cut an elementwise operator's numbers in as many parts, and at the end of each
-    part ATen computes exp otherwise than before it.
+    part ATen computes exp otherwise than before it. MKL's products of matrices, too, have bits that
+    depend on the number of threads, on some processors (Intel's with AVX-512).
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -25,9 +25,9 @@ from tilewise.transport.nccl_groups import agreed_node_size, gloo_group, lane_gr
 from tilewise.transport.nodes import host_digest, local_world_size, node_size_of
 from tilewise.transport.posted import (
     AllPosted,
-    Link,
     PairwiseExchange,
     Posted,
+    WatchedGroup,
     wait_for,
 )
 from tilewise.transport.protocol import Handle, Message, TeamMessages, travelling
@@ -184,7 +184,7 @@ class DistTransport:
         return exchange
 
     def _marked(self, messages: TeamMessages) -> MarkedExchange:
-        link = Link(self._lanes[0], self._watch)
+        link = WatchedGroup(self._lanes[0], self._watch)
         return MarkedExchange(messages, self.agreement.mark, link, self._facts.buffers)
 
     def _on_one_host(self, team: range) -> bool:
@@ -215,7 +215,7 @@ class DistTransport:
         group = gloo_group(self.process_group)
         found = [torch.empty_like(own) for _ in range(self.world_size)]
         work = group.allgather([found], [own])
-        wait_for(work, (), "comparing with", Link(group, self._watch))
+        wait_for(work, (), "comparing with", WatchedGroup(group, self._watch))
         return found
 
     def finish(self) -> None:
@@ -276,7 +276,7 @@ class DistTransport:
         """Start sends or receives; gloo refuses one if its other end is known to be lost."""
         group, tag = self._lanes[0], _OWN_TAGS + (self.agreement.tag << _LANE_BITS) + lane
         start, verb = (group.send, "sending to") if is_send else (group.recv, "receiving from")
-        posted, link = [], Link(group, self._watch)
+        posted, link = [], WatchedGroup(group, self._watch)
         for mine in _shared(messages):
             whole, several = mine[0].tensor, len(mine) > 1
             if several and is_send:
@@ -298,7 +298,9 @@ class DistTransport:
         for batch in nccl_batches(sends, recvs, self.rank, self.world_size):
             messages = [message for _, message in batch]
             work = post_batch(group, batch)
-            posted.append(Posted(work, messages, "exchanging with", Link(group, self._watch)))
+            posted.append(
+                Posted(work, messages, "exchanging with", WatchedGroup(group, self._watch))
+            )
         return posted
 
     def _reap(self, lane: int, keep: int) -> None:
