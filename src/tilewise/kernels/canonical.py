@@ -11,12 +11,13 @@ exp(lse_pair) is kept as a mantissa and a power of two, so no running maximum is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -73,13 +74,23 @@ def _apart(kernel: Kernel) -> _Apart:
     return _Apart(kernel, equal_widths=False, by_head=True)
 
 
+TRITON = TritonSlices, DeterministicTritonSlices
+PROVEN: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {"cpu": (CpuFlash, Reference, *TRITON), "cuda": TRITON}
+)
+"""Kernels whose bits do not depend on what else is computed, by device."""
+
+
 def why_not_canonical(kernel: Kernel, device_type: str) -> str | None:
     """Return why a kernel cannot serve a canonical reduction; None if it can."""
-    if device_type != "cpu":
-        return f"it is proven on the CPU alone, not on {device_type}"
-    if type(kernel) not in (CpuFlash, Reference, TritonSlices, DeterministicTritonSlices):
-        return "its bits may depend on the shape of a call, and it has not been proven otherwise"
-    return None
+    proven = PROVEN.get(device_type, ())
+    if type(kernel) in proven:
+        return None
+    names = ", ".join(repr(x.name) for x in proven) or "none"
+    return (
+        "its bits may depend on the shape of a call, and it has not been proven otherwise; on "
+        f"{device_type} these can: {names}"
+    )
 
 
 class LeafKernel:
@@ -109,7 +120,7 @@ class LeafKernel:
             q_rows = _gathered(q, leaf, widths[0])
             for other, kernel_call in pairs:
                 keys = _gathered(k, other, widths[0]), _gathered(v, other, widths[1])
-                placed = _placed_scores(scores, leaf, other, first_head)
+                placed = _placed_scores(scores, leaf, other, first_head, q.device)
                 run = self._kernel.forward
                 out, lse, *largest = self._each_head(run, (q_rows, *keys), kernel_call, placed)
                 add_partial(sums[0], (out[..., : v.shape[-1]], lse, *largest), leaf, columns[0])
@@ -143,7 +154,7 @@ class LeafKernel:
                     _gathered(k, other, widths[0], shared),
                     _gathered(v, other, widths[1], shared),
                 )
-                placed = _placed_scores(scores, leaf, other, first_head)
+                placed = _placed_scores(scores, leaf, other, first_head, q.device)
                 rows, run = (q_rows, *keys, *mine), self._kernel.backward
                 dq, dk, dv = self._each_head(run, rows, kernel_call, placed)
                 _add(sums[0], columns[0], leaf, (dq[..., : q.shape[-1]],))
@@ -204,13 +215,13 @@ def _one_thread() -> Iterator[None]:
 
 
 @lru_cache(maxsize=4096)
-def _rows(runs: tuple[Run, ...]) -> slice | Tensor:
+def _rows(runs: tuple[Run, ...], device: torch.device) -> slice | Tensor:
     """Rows as what selects them fastest."""
     if len(runs) == 1:
         start, count, stride = runs[0]
         return slice(start, start + (count - 1) * stride + 1, stride)
     parts = [start + stride * torch.arange(count) for start, count, stride in runs]
-    return torch.cat(parts)
+    return torch.cat(parts).to(device)
 
 
 def _gathered(x: Tensor, leaf: Leaf, width: int, shared: int = 1) -> Tensor:
@@ -223,21 +234,25 @@ def _gathered(x: Tensor, leaf: Leaf, width: int, shared: int = 1) -> Tensor:
     make = torch.empty if whole else torch.zeros
     rows = make(shape, dtype=accumulator_dtype(x.dtype), device=x.device)
     target = rows.unflatten(2, (x.shape[2], shared))[..., : x.shape[-1]]
-    target[_rows(leaf.slots)] = x[_rows(leaf.held)].unsqueeze(3).to(rows.dtype)
+    target[_rows(leaf.slots, x.device)] = x[_rows(leaf.held, x.device)].unsqueeze(3).to(rows.dtype)
     return rows
 
 
 def _gathered_statistic(x: Tensor, leaf: Leaf, absent: float) -> Tensor:
     rows = torch.full((leaf.num_rows, *x.shape[1:]), absent, dtype=x.dtype, device=x.device)
-    rows[_rows(leaf.slots)] = x[_rows(leaf.held)]
+    rows[_rows(leaf.slots, x.device)] = x[_rows(leaf.held, x.device)]
     return rows
 
 
-def _placed_scores(scores: Scores, q: Leaf, k: Leaf, first_head: int) -> Scores:
+def _placed_scores(
+    scores: Scores, q: Leaf, k: Leaf, first_head: int, device: torch.device
+) -> Scores:
     """Return what a call is told: where its rows are, if that is asked for."""
     if not scores.by_place:
         return scores
-    rows, keys = (torch.arange(leaf.start, leaf.start + leaf.num_rows) for leaf in (q, k))
+    rows, keys = (
+        torch.arange(leaf.start, leaf.start + leaf.num_rows, device=device) for leaf in (q, k)
+    )
     return scores._replace(places=Places(rows, keys, first_head))
 
 
@@ -254,7 +269,7 @@ def add_partial(sums: Tensor, partial: tuple[Tensor, ...], leaf: Leaf, columns: 
     Args:
         partial: out, lse (and the largest scores) of a call.
     """
-    slots = _rows(leaf.slots)
+    slots = _rows(leaf.slots, sums.device)
     out, lse, *largest = (x[slots] for x in partial)
     mantissas, exponents = exp_parts(lse)
     ones = torch.ones_like(lse).unsqueeze(-1)
@@ -267,7 +282,7 @@ def add_partial(sums: Tensor, partial: tuple[Tensor, ...], leaf: Leaf, columns: 
 
 def _add(sums: Tensor, columns: SumColumns, leaf: Leaf, grads: tuple[Tensor, ...]) -> None:
     """Add a call's gradients of a leaf's rows."""
-    slots = _rows(leaf.slots)
+    slots = _rows(leaf.slots, sums.device)
     with _Part(sums, leaf) as part:
         for group, grad in zip(columns.groups, grads, strict=True):
             add_terms(part[..., group], grad[slots], columns.form)
@@ -277,7 +292,7 @@ class _Part:
     """The sums of a leaf's rows, to be changed in place."""
 
     def __init__(self, sums: Tensor, leaf: Leaf):
-        self._sums, self._rows = sums, _rows(leaf.local)
+        self._sums, self._rows = sums, _rows(leaf.local, sums.device)
 
     def __enter__(self) -> Tensor:
         self._part = self._sums[self._rows]
