@@ -60,7 +60,6 @@ def _merge(
     both = tl.exp(a - top) + of_b
     # a row that neither side reaches keeps out_a, which is 0
     share = tl.where(b == float("-inf"), 0.0, of_b / tl.where(both == 0.0, 1.0, both))
-    tl.store(lse_place, top + tl.log(both), mask=here)
     column = tl.arange(0, WIDTH)
     inside = here[:, None] & (column < HEAD_DIM)[None, :]
     place = out_acc + ((row * oa_row + batch * oa_batch + head * oa_head) * OLD_STEP)[:, None]
@@ -69,4 +68,8 @@ def _merge(
     other += column[None, :] * o_column
     x = tl.load(place, mask=inside, other=0.0)
     y = tl.load(other, mask=inside, other=0.0).to(x.dtype)
+    # Several threads hold the same number where a block has more threads than rows: none may store
+    # before all have loaded.
+    tl.debug_barrier()
+    tl.store(lse_place, top + tl.log(both), mask=here)
     tl.store(place, x + (y - x) * share[:, None].to(x.dtype), mask=inside)
