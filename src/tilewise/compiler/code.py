@@ -338,6 +338,7 @@ class Merge(NamedTuple):
 
     Attributes:
         columns: of binned sums, which are added as such; None: of other partials.
+        short: the sources are bytes of sums as they travel, [rows, batch, n].
         targets: of all rows that rows selects, in order.
         rows: the rows of targets to which the sources' belong; None: one after the other.
         scratch: room for these rows of targets, where rows are selected by a table.
@@ -349,6 +350,7 @@ class Merge(NamedTuple):
     rows: Table | None = None
     scratch: tuple[Ref, ...] = ()
     columns: SumColumns | None = None
+    short: bool = False
 
     reads = property(lambda self: (*self.sources, *self.targets))
     writes = property(lambda self: (*self.scratch, *self.targets))

@@ -884,8 +884,18 @@ class _Generator:
                 self._take_in(transfer, fields)
 
     def _unpack(self, transfer: Transfer) -> None:
-        room = self._arriving_wires[transfer]
-        self._take_in(transfer, self._read(room, transfer.item[:2], str(transfer.item)))
+        room, part = self._arriving_wires[transfer], transfer.item[:2]
+        if self._is_short(part) and transfer not in self._left:  # added as they arrive
+            form = self._formats[part], self._payload.heads(part[0])
+            spec, rows = self._tensors[room.tensor], self._shape(room)[0]
+            arrived = self._columns(spec.buffer, spec.start, rows, form, str(transfer.item))
+            self._arrived[transfer] = tuple(arrived)
+            return
+        self._take_in(transfer, self._read(room, part, str(transfer.item)))
+
+    def _is_short(self, part: tuple[Side, Role]) -> bool:
+        """Return whether an item is sums that travel in fewer bits than they have in memory."""
+        return any(isinstance(field.wire, SumColumns) for field in self._formats[part].fields)
 
     def _take_in(self, transfer: Transfer, fields: dict[str, Ref]) -> None:
         item, _, _, rows = transfer
@@ -907,11 +917,13 @@ class _Generator:
 
     def _merge_arrived(self, transfer: Transfer, adds: bool) -> None:
         item, rows = transfer.item, transfer.rows
-        values = self._arrived.pop(transfer)
+        values, short = self._arrived.pop(transfer), self._is_short(item[:2])
         if not adds and rows is None and item not in self._unused:
             self._partials[item] = self._new_partial(item)
-            for source, target in zip(values, self._partials[item], strict=True):
-                self._ops.append(Copy(source, target))
+            fields = self._formats[item[:2]].fields
+            for source, target, field in zip(values, self._partials[item], fields, strict=True):
+                copied = Decode(source, target, field) if short else Copy(source, target)
+                self._ops.append(copied)
             return
         totals = self._made(item)
         for mine, here in _packed(rows or ((0, self._size(item)),)):
@@ -919,7 +931,8 @@ class _Generator:
             targets = [self._rows(x, mine) for x in totals]
             by_lse = not self._payload.backward and not self._payload.canonical
             columns = self._columns_of(item.side)
-            self._ops.append(Merge(tuple(sources), tuple(targets), by_lse, columns=columns))
+            ends = tuple(sources), tuple(targets)
+            self._ops.append(Merge(*ends, by_lse, columns=columns, short=short))
 
     def _fields_of_partial(self, side: Side) -> list[tuple[str, tuple[int, ...], float]]:
         """Return the tensors of a partial: name, heads and width, and the value that each has at

@@ -40,6 +40,7 @@ from tilewise.kernels.protocol import (
     accumulator_dtype,
 )
 from tilewise.kernels.reference import Reference
+from tilewise.kernels.short_sums import read_short
 from tilewise.kernels.torch_cpu import CpuFlash
 from tilewise.kernels.triton.kernel import DeterministicTritonSlices, TritonSlices
 from tilewise.layouts.layout import Run
@@ -50,7 +51,9 @@ from tilewise.tiles.leaf_pairs import Leaf, LeafPairs
 WIDTH_UNIT = 16
 """Numbers of a row of a call are a multiple of it: then each row begins at the same alignment."""
 
-_SIGN = 1 << 31
+_INTEGERS_AT_ONCE = 1 << 18  # of short sums, that fit in a cache
+
+_LEAST = -(1 << 23)  # the bits of -inf in fp32, as an integer
 
 
 class _Apart(NamedTuple):
@@ -112,7 +115,7 @@ class LeafKernel:
 
         Args:
             operands: q, k, v as `Kernel` takes them.
-            sums: of the queries' rows, int64 [rows, batch, num_heads, columns].
+            sums: of the queries' rows, integers [rows, batch, num_heads, columns].
         """
         q, k, v = operands
         widths = self._widths(q, v)
@@ -275,9 +278,10 @@ def add_partial(sums: Tensor, partial: tuple[Tensor, ...], leaf: Leaf, columns: 
     ones = torch.ones_like(lse).unsqueeze(-1)
     with _Part(sums, leaf) as part:
         for group, numbers in zip(columns.groups, (out, ones), strict=True):
-            add_terms(part[..., group], numbers, columns.form, mantissas, exponents)
+            add_terms(part[..., group.columns], numbers, group.form, mantissas, exponents)
         for x in largest:
-            torch.maximum(part[..., -1], _key(x), out=part[..., -1])
+            keys = part[..., -2:]
+            torch.maximum(keys, _keys(x, keys.dtype), out=keys)
 
 
 def _add(sums: Tensor, columns: SumColumns, leaf: Leaf, grads: tuple[Tensor, ...]) -> None:
@@ -285,7 +289,7 @@ def _add(sums: Tensor, columns: SumColumns, leaf: Leaf, grads: tuple[Tensor, ...
     slots = _rows(leaf.slots, sums.device)
     with _Part(sums, leaf) as part:
         for group, grad in zip(columns.groups, grads, strict=True):
-            add_terms(part[..., group], grad[slots], columns.form)
+            add_terms(part[..., group.columns], grad[slots], group.form)
 
 
 class _Part:
@@ -306,9 +310,21 @@ class _Part:
 def merge_columns(sums: Tensor, others: Tensor, columns: SumColumns) -> None:
     """Add other partials of the same rows and heads in place."""
     for group in columns.groups:
-        merge_sums(sums[..., group], others[..., group], columns.form)
+        merge_sums(sums[..., group.columns], others[..., group.columns], group.form)
     if columns.largest:
-        torch.maximum(sums[..., -1], others[..., -1], out=sums[..., -1])
+        torch.maximum(sums[..., -2:], others[..., -2:], out=sums[..., -2:])
+
+
+def merge_short(sums: Tensor, others: Tensor, columns: SumColumns) -> None:
+    """Add other partials of the same rows and heads, as they travel, in place.
+
+    Args:
+        others: uint8 [rows, batch, n].
+    """
+    others = others.unflatten(-1, (sums.shape[2], -1))
+    block = max(1, _INTEGERS_AT_ONCE // max(1, sums[:1].numel()))
+    for mine, theirs in zip(sums.split(block), others.split(block), strict=True):
+        merge_columns(mine, read_short(theirs, columns, torch.empty_like(mine)), columns)
 
 
 def finish_attention(
@@ -323,20 +339,20 @@ def finish_attention(
     if sink is not None:
         mantissas, exponents = exp_parts(sink.expand(sums.shape[:-1]))
         ones = torch.ones_like(mantissas).unsqueeze(-1)
-        add_terms(sums[..., total], ones, columns.form, mantissas, exponents)
-    numbers, exponents = exact_numbers(sums[..., out], columns.form)
-    whole, units = exact_numbers(sums[..., total], columns.form)
+        add_terms(sums[..., total.columns], ones, total.form, mantissas, exponents)
+    numbers, exponents = exact_numbers(sums[..., out.columns], out.form)
+    whole, units = exact_numbers(sums[..., total.columns], total.form)
     share = numbers / whole.masked_fill(whole == 0, 1.0)
     found = scaled(share, (exponents - units).unsqueeze(-1)).to(dtype)
     lse = log_of(whole.squeeze(-1), units).to(accumulator_dtype(dtype))
     if not columns.largest:
         return found, lse
-    return found, lse, _score(sums[..., -1]).to(lse.dtype)
+    return found, lse, _score(sums[..., -2:]).to(lse.dtype)
 
 
 def finish_gradients(sums: Tensor, columns: SumColumns, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Gradients of a dtype, of complete sums."""
-    return tuple(rounded(sums[..., group], columns.form, dtype) for group in columns.groups)
+    return tuple(rounded(sums[..., group.columns], group.form, dtype) for group in columns.groups)
 
 
 def sink_sums(lse: Tensor, delta: Tensor, sink: Tensor) -> Tensor:
@@ -358,17 +374,19 @@ def sink_sums(lse: Tensor, delta: Tensor, sink: Tensor) -> Tensor:
     return folded(sums, MANY_TERMS)
 
 
-def _key(scores: Tensor) -> Tensor:
-    """Scores as whole numbers of the same order, above 0, so that 0 stands for none."""
+def _keys(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scores as two integers [..., 2], for those from 0 on and for others, whose maxima stand for
+    the largest score: 0 stands for none."""
     bits = scores.float().view(torch.int32)
-    return (bits ^ ((bits >> 31) & (_SIGN - 1))).long() + _SIGN
+    others = _LEAST - bits  # of negative numbers, larger bits are smaller numbers
+    keys = (bits + 1).masked_fill(bits < 0, 0), others.masked_fill(bits >= 0, 0)
+    return torch.stack(keys, -1).to(dtype)
 
 
 def _score(keys: Tensor) -> Tensor:
-    """The scores, fp32, of their keys; -inf of 0."""
-    bits = (keys - _SIGN).to(torch.int32)
-    scores = (bits ^ ((bits >> 31) & (_SIGN - 1))).view(torch.float32)
-    return scores.masked_fill(keys == 0, -torch.inf)
+    """The scores, fp32, of their keys; -inf of none."""
+    from_zero, others = keys.int().unbind(-1)
+    return torch.where(from_zero > 0, from_zero - 1, _LEAST - others).view(torch.float32)
 
 
 def row_sum(x: Tensor) -> Tensor:
