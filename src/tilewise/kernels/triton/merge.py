@@ -45,11 +45,11 @@ def _merge(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """lse = log(exp lse_a + exp lse_b); out_a moves to out_b by the share exp(lse_b - lse)."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = at < num
-    head = at % num_heads
-    batch = at // num_heads % num_batch
-    row = at // num_heads // num_batch
+    head = (at % num_heads).to(tl.int64)  # offsets have 64 bits, but divisions of those are slow
+    batch = (at // num_heads % num_batch).to(tl.int64)
+    row = (at // num_heads // num_batch).to(tl.int64)
     lse_place = lse_acc + row * la_row + batch * la_batch + head * la_head
     a = tl.load(lse_place, mask=here, other=0.0)
     b = tl.load(lse + row * l_row + batch * l_batch + head * l_head, mask=here, other=0.0)
