@@ -210,10 +210,8 @@ class _Step:
         """Add a call's results to its rows, sequences and heads."""
         heads = read.q_heads or slice(None)
         for first, (start, stop) in _offsets(read.call.q):
-            place, here = (
-                (slice(start, stop), read.sequences, heads),
-                slice(first, first + stop - start),
-            )
+            place = (slice(start, stop), read.sequences, heads)
+            here = slice(first, first + stop - start)
             (out, lse), (new_out, new_lse) = (x[place] for x in partials), (x[here] for x in values)
             if len(self._queries) == 1:  # nothing is there yet: one call has all its keys
                 out.copy_(new_out)
