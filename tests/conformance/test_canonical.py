@@ -67,6 +67,7 @@ CASES = {
     "MQA": made(heads=(4, 1)),
     "softcap": made(softcap=2.0),
     "dropout": made(dropout_p=0.2, dropout_seed=5),
+    "dense bias": made(bias=torch.linspace(-2, 2, HEADS * TOKENS**2).view(HEADS, TOKENS, TOKENS)),
     "alibi": made(bias=tw.alibi([0.5, 0.25, 0.1, 0.0])),
     "max logit": made(return_max_logit=True),
     "reference": made(kernel="reference"),
