@@ -64,6 +64,7 @@ CASES = {
     "fp64": made(torch.float64),
     "fp16 batch": made(torch.float16, (2,)),
     "widths": made(v_width=5),
+    "fp16 widths": made(torch.float16, v_width=5),
     "MQA": made(heads=(4, 1)),
     "softcap": made(softcap=2.0),
     "dropout": made(dropout_p=0.2, dropout_seed=5),

@@ -1,6 +1,6 @@
 """Binned sums as bytes: each digit's sum in as many bits as it can have, and no more.
 
-    row of a head     [ windows, and other sums | 16 bits of each short sum | the rest ]
+    row of a head     [ windows, and other sums | 16 bits of each short sum | the rests ]
 
 The rest of four sums, r bits of each, lies in r / 2 bytes. Nothing is lost: what is read is what
 was written.
@@ -32,13 +32,14 @@ def write_short(sums: Tensor, columns: SumColumns, into: Tensor) -> None:
             stop = first + 4 * (part.stop - part.start)
             found[..., first:stop].view(torch.int32).copy_(own[..., part])
             first = stop
+        for _, part in _short(columns):
+            stop = first + 2 * (part.stop - part.start)
+            found[..., first:stop].view(torch.int16).copy_(own[..., part])  # their lowest bits
+            first = stop
         for group, part in _short(columns):
-            integers = own[..., part]
-            stop = first + 2 * integers.shape[-1]
-            found[..., first:stop].view(torch.int16).copy_(integers)  # their lowest bits
-            rest, first = _rests(integers, group), stop
-            found[..., first : first + rest.shape[-1]] = rest
-            first += rest.shape[-1]
+            rests = _rests(own[..., part], group)
+            found[..., first : first + rests.shape[-1]] = rests
+            first += rests.shape[-1]
         found[..., first:] = 0
 
 
@@ -55,11 +56,14 @@ def read_short(rows: Tensor, columns: SumColumns, into: Tensor) -> Tensor:
             stop = first + 4 * (part.stop - part.start)
             found[..., part] = own[..., first:stop].view(torch.int32)
             first = stop
-        for group, part in _short(columns):
+        lows: list[Tensor] = []
+        for _, part in _short(columns):
+            stop = first + 2 * (part.stop - part.start)
+            lows.append(own[..., first:stop].view(torch.int16))
+            first = stop
+        for (group, part), low in zip(_short(columns), lows, strict=True):
             count = part.stop - part.start
-            stop = first + 2 * count
-            low, first = own[..., first:stop].view(torch.int16), stop
-            stop += _rest_bytes(group, count)
+            stop = first + _rest_bytes(group, count)
             integers = _high(own[..., first:stop], group)[..., :count]
             found[..., part] = integers.bitwise_or_(low.int().bitwise_and_((1 << SHORT_BITS) - 1))
             first = stop
