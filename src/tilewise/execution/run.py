@@ -26,7 +26,14 @@ from tilewise.kernels.canonical import (
     merge_columns,
     row_sum,
 )
-from tilewise.kernels.protocol import Kernel, Places, Scores, accumulator_dtype, deliver
+from tilewise.kernels.protocol import (
+    Kernel,
+    Places,
+    Scores,
+    accumulator_dtype,
+    deliver,
+    loadable,
+)
 from tilewise.plan.ir import Item
 from tilewise.transport.protocol import Handle, Message, TeamMessages, Transport, as_bytes
 from tilewise.transport.streams import is_capturing
@@ -105,8 +112,8 @@ class BoundCode:
         self._scale = scores.scale
         self._scores = scores if scores.needs else None
         self._adopts = device.type in ADOPTING_DEVICES
-        self._numbers: dict[Ref, int] = {}
-        self._derived: dict[int, list[tuple[int, Ref]]] = {}  # by tensor, other parts of it
+        self._numbers: dict[_Part, int] = {}
+        self._derived: dict[int, list[tuple[int, _Part]]] = {}  # by tensor, other parts of it
         self._as_bytes: dict[int, int] = {}
         self._groups: dict[int, int] = {}  # arrivals by their exchange
         self._num_exchanges = 0
@@ -115,15 +122,23 @@ class BoundCode:
         self._made = {*self._tensors_that_ops_make()}
         self._steps = [self._bound(op) for op in code.ops]
         self._busy_steps = [step for step in self._steps if step is not _no_step]
-        self._given_names: list[tuple[int, str]] = []
-        self._prologue = self._given_parts()
+        self._aligned = self._names_read_by_kernels()
+        self._kept = [
+            (f"kept{place}", code.buffers[one.buffer].num_bytes)
+            for place, one in enumerate(code.kept)
+        ]
+        self._given: list[tuple[int, str, tuple[int, ...]]] = []
+        self._stored: list[tuple[str, torch.dtype, list[_Stored]]] = []
+        self._parts: list[tuple[int, int, _Part]] = []
+        self._find_given()
 
     def run(self, given: Mapping[str, Tensor], work: Pass) -> list[Tensor]:
         """Run the code; returns when all that was sent has left.
 
         Args:
-            given: the call's tensors [rows, batch, heads(, width)] by name, to read and to write,
-                and under kept0, kept1, ... what a forward pass kept.
+            given: the call's tensors [rows, batch, heads(, width)] by name, to read and to write;
+                dimensions of size 1 may be missing. Under kept0, kept1, ... what a forward pass
+                kept.
         Returns:
             The buffers that the pass keeps.
         """
@@ -134,17 +149,11 @@ class BoundCode:
         workspace = Workspace() if capturing else self._pool.take()
         bound = workspace.enter(self, code.num_bytes, device, self._bind)
         tensors: list[Any] = bound.copy()
-        kept = [
-            torch.empty(code.buffers[one.buffer].num_bytes, dtype=torch.uint8, device=device)
-            for one in code.kept
-        ]
-        for name in code.contiguous:
-            if not given[name].is_contiguous():
-                given = {**given, name: given[name].contiguous()}
-        for number, name in self._given_names:
-            tensors[number] = given[name]
-        for number, make in self._prologue:
-            tensors[number] = make(given, kept, tensors)
+        kept = {
+            name: torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            for name, num_bytes in self._kept
+        }
+        self._take(tensors, {**given, **kept})
         work.handles = [_NOTHING] * self._num_exchanges
         if profiler._is_profiler_enabled:
             self._run_recorded(tensors, work)
@@ -155,7 +164,26 @@ class BoundCode:
         workspace.leave()
         if not capturing:
             self._pool.give_back(workspace)
-        return kept
+        return [*kept.values()]
+
+    def _take(self, tensors: list[Any], given: dict[str, Tensor]) -> None:
+        """Set the tensors that are the call's or are kept, and parts of them."""
+        for name in self._aligned:
+            given[name] = loadable(given[name])
+        for name in self.code.contiguous:
+            given[name] = given[name].contiguous()
+        for number, name, shape in self._given:
+            x = given[name]
+            tensors[number] = x if x.shape == shape else x.view(shape)
+        for name, dtype, placed in self._stored:
+            memory = _numbers_in(given[name], dtype)
+            first = memory.storage_offset()
+            for number, start, shape, strides in placed:
+                tensors[number] = memory.as_strided(shape, strides, first + start)
+        for number, whole, part in self._parts:
+            tensors[number] = part_of(tensors[whole], *part)
+        for number, bytes_number in self._as_bytes.items():
+            tensors[bytes_number] = as_bytes(tensors[number])
 
     def _run_recorded(self, tensors: list[Any], work: Pass) -> None:
         """Run all steps; while an operation runs, a profiler sees a range of its label."""
@@ -176,14 +204,18 @@ class BoundCode:
             elif isinstance(op, ops.Expand | ops.Pull | ops.Ask):
                 yield from (ref.tensor for ref in op.writes)
 
-    def _number(self, ref: Ref) -> int:
-        """The place of a tensor among those of a pass."""
-        number = self._numbers.get(ref)
+    def _number(self, ref: Ref, shape: tuple[int, ...] | None = None) -> int:
+        """The place of a tensor among those of a pass.
+
+        Args:
+            shape: in which an op sees it; None: its own.
+        """
+        part = ref, shape
+        number = self._numbers.get(part)
         if number is None:
-            number = self._numbers[ref] = len(self._numbers) + len(self._as_bytes)
-            whole = Ref(ref.tensor)
-            if ref.tensor in self._made and ref != whole:
-                self._derived.setdefault(self._number(whole), []).append((number, ref))
+            number = self._numbers[part] = len(self._numbers) + len(self._as_bytes)
+            if ref.tensor in self._made and part != (_whole(ref), None):
+                self._derived.setdefault(self._number(_whole(ref)), []).append((number, part))
         return number
 
     def _bytes_number(self, ref: Ref) -> int:
@@ -199,43 +231,53 @@ class BoundCode:
         """All tensors that lie in a workspace; None for others."""
         found: list[Any] = [None] * (len(self._numbers) + len(self._as_bytes))
         wholes: dict[int, Tensor] = {}
-        for ref, number in self._numbers.items():
-            spec = self.code.tensors[ref.tensor]
+        for part, number in self._numbers.items():
+            tensor = part[0].tensor
+            spec = self.code.tensors[tensor]
             home = self.code.buffers[spec.buffer].home
-            if home is not Home.WORKSPACE or ref.tensor in self._made:
+            if home is not Home.WORKSPACE or tensor in self._made:
                 continue
-            if ref.tensor not in wholes:
-                wholes[ref.tensor] = _placed(workspace, self.code.offsets[spec.buffer], spec)
-            found[number] = part_of(wholes[ref.tensor], ref)
+            if tensor not in wholes:
+                wholes[tensor] = _placed(workspace, self.code.offsets[spec.buffer], spec)
+            found[number] = part_of(wholes[tensor], *part)
         return found
 
-    def _given_parts(self) -> list[tuple[int, Make]]:
-        """Return how tensors of a call, and those that are kept, are made at the beginning of a
-        pass, but for those that are taken as they are given: they are named.
+    def _names_read_by_kernels(self) -> list[str]:
+        """Names of the call's tensors that other ops than copies and sums read, and none writes."""
+        names: dict[str, None] = {}
+        written = {ref.tensor for op in self.code.ops for ref in op.writes}
+        for op in self.code.ops:
+            if not isinstance(op, ops.Copy | ops.ComputeDelta | ops.Post):
+                for ref in op.reads:
+                    if self.code.home(ref) is Home.GIVEN and ref.tensor not in written:
+                        names[self.code.buffers[self.code.tensors[ref.tensor].buffer].name] = None
+        return [*names]
+
+    def _find_given(self) -> None:
+        """Find how tensors of a call, and those that are kept, are made at the beginning of a pass:
+        as they are given, or in memory that is given, or as parts of others.
         """
-        code, parts = self.code, []
-        kept = {one.buffer: place for place, one in enumerate(code.kept)}
-        wholes: dict[int, int] = {}  # of tensors of which parts are read, by tensor
-        for ref in [*self._numbers]:
-            if code.home(ref) in (Home.GIVEN, Home.SAVED, Home.KEPT):
-                whole = Ref(ref.tensor)
-                wholes.setdefault(ref.tensor, self._number(whole))
-        for tensor, number in wholes.items():
-            spec = code.tensors[tensor]
-            buffer = code.buffers[spec.buffer]
-            if buffer.home is Home.GIVEN:
-                self._given_names.append((number, buffer.name))
-            elif buffer.home is Home.SAVED:
-                parts.append((number, _saved(buffer.name, spec)))
+        code, homes = self.code, (Home.GIVEN, Home.SAVED, Home.KEPT)
+        names = {one.buffer: name for one, (name, _) in zip(code.kept, self._kept, strict=True)}
+        stored: dict[tuple[str, torch.dtype], list[_Stored]] = {}
+        for ref, _ in [*self._numbers]:
+            if code.home(ref) in homes and (code.home(ref) is not Home.GIVEN or ref != _whole(ref)):
+                self._number(_whole(ref))  # of which they are parts
+        for ref, shape in self._numbers:
+            if code.home(ref) not in homes:
+                continue
+            number, spec = self._numbers[ref, shape], code.tensors[ref.tensor]
+            buffer, is_whole = code.buffers[spec.buffer], ref == _whole(ref)
+            if is_whole and buffer.home is Home.GIVEN:
+                self._given.append((number, buffer.name, shape or spec.shape))
+            elif is_whole and shape is None:
+                dtype = getattr(torch, spec.dtype)
+                place = number, spec.start // dtype.itemsize, spec.shape, spec.strides
+                key = names.get(spec.buffer, buffer.name), dtype
+                stored.setdefault(key, []).append(place)
             else:
-                parts.append((number, _kept(kept[spec.buffer], spec)))
-        for ref, number in self._numbers.items():
-            whole = wholes.get(ref.tensor, number)
-            if whole != number:
-                parts.append((number, _part_of_number(whole, ref)))
-            if number in self._as_bytes:
-                parts.append((self._as_bytes[number], _as_bytes_of_number(number)))
-        return parts
+                self._parts.append((number, self._numbers[_whole(ref), None], (ref, shape)))
+        self._stored = [(*key, placed) for key, placed in stored.items()]
 
     # Steps
 
@@ -281,19 +323,17 @@ class BoundCode:
         return torch.from_numpy(table.numbers.copy()).to(self._device)
 
     def _copy(self, op: ops.Copy) -> Step:
-        a, b = self._number(op.source), self._number(op.target)
         rows, heads = self._table(op.rows), self._table(op.heads)
         shape, source = self.code.shape(op.target), self.code.shape(op.source)
+        apart = rows is None and heads is None  # or the same numbers in another shape
+        a = self._number(op.source, shape if apart and len(shape) > len(source) else None)
+        b = self._number(op.target, source if apart and len(shape) < len(source) else None)
         if rows is not None:
             if op.scatters:
                 return lambda t, _: t[b].index_copy_(0, rows, t[a])
             return lambda t, _: torch.index_select(t[a], 0, rows, out=t[b])
         if heads is not None:
             return lambda t, _: t[b].copy_(t[a].index_select(2, heads).view(shape))
-        if len(shape) > len(source):
-            return lambda t, _: t[b].copy_(t[a].view(shape))
-        if len(shape) < len(source):
-            return lambda t, _: t[b].view(source).copy_(t[a])
         return lambda t, _: t[b].copy_(t[a])
 
     def _delta(self, op: ops.ComputeDelta) -> Step:
@@ -313,7 +353,7 @@ class BoundCode:
             else:
                 torch.sum(t[product], -1, out=t[delta])
             if work.dlse is not None:
-                t[delta].sub_(work.dlse)
+                t[delta].sub_(work.dlse.view_as(t[delta]))
 
         return step
 
@@ -377,8 +417,8 @@ class BoundCode:
 
         def put(t: list[Any], number: int, x: Tensor) -> None:
             t[number] = x
-            for part, ref in derived.get(number, ()):
-                t[part] = part_of(x, ref)
+            for other, part in derived.get(number, ()):
+                t[other] = part_of(x, *part)
 
         return put
 
@@ -598,38 +638,42 @@ def _no_arguments(_: Pass) -> tuple[()]:
     return ()
 
 
-def part_of(x: Tensor, ref: Ref) -> Tensor:
-    """The rows and heads of a tensor."""
+def _whole(ref: Ref) -> Ref:
+    """All rows and heads of a tensor."""
+    return Ref(ref.tensor)
+
+
+_Part: TypeAlias = tuple[Ref, tuple[int, ...] | None]
+"""Rows and heads of a tensor, and the shape in which an op sees them (None: their own)."""
+_Stored: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+"""A tensor in memory that is given: its number, first number there, shape and strides."""
+
+
+def part_of(x: Tensor, ref: Ref, shape: tuple[int, ...] | None = None) -> Tensor:
+    """The rows and heads of a tensor.
+
+    Args:
+        shape: in which they are seen; None: their own.
+    """
     if ref.rows is not None:
         start, stop, step = ref.rows
         x = x[start:stop:step]
-    return x if ref.heads is None else x[:, :, slice(*ref.heads)]
+    if ref.heads is not None:
+        x = x[:, :, slice(*ref.heads)]
+    return x if shape is None else x.view(shape)
+
+
+def _numbers_in(memory: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as numbers, without those at the end that make no whole number."""
+    if dtype is memory.dtype:
+        return memory
+    rest = memory.numel() % dtype.itemsize
+    return (memory[:-rest] if rest else memory).view(dtype)
 
 
 def _placed(memory: Tensor, offset: int, spec: TensorSpec) -> Tensor:
     """A tensor in bytes whose first is a multiple of what its numbers need."""
     dtype = getattr(torch, spec.dtype)
-    rest = memory.numel() % dtype.itemsize
-    numbers = (memory[:-rest] if rest else memory).view(dtype)
+    numbers = _numbers_in(memory, dtype)
     first = numbers.storage_offset() + (offset + spec.start) // dtype.itemsize
     return numbers.as_strided(spec.shape, spec.strides, first)
-
-
-Make: TypeAlias = Callable[[Mapping[str, Tensor], Sequence[Tensor], Sequence[Tensor]], Tensor]
-"""Makes a tensor of (the call's by name, what is kept, those that were made before)."""
-
-
-def _saved(name: str, spec: TensorSpec) -> Make:
-    return lambda given, _, __: _placed(given[name], 0, spec)
-
-
-def _kept(place: int, spec: TensorSpec) -> Make:
-    return lambda _, kept, __: _placed(kept[place], 0, spec)
-
-
-def _part_of_number(number: int, ref: Ref) -> Make:
-    return lambda _, __, made: part_of(made[number], ref)
-
-
-def _as_bytes_of_number(number: int) -> Make:
-    return lambda _, __, made: as_bytes(made[number])
