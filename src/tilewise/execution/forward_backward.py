@@ -51,7 +51,7 @@ def forward_pass(
         bias: a dense one, if the call has one.
         sink: one a head, which a canonical pass takes in itself.
     """
-    payload, batched = problem.passes[0].payload, q.ndim == 4
+    payload, batched = problem.bare_passes[0].payload, q.ndim == 4
     out, lse = empty_results(q, payload.v_head_dim)
     results = {"out": out, "lse": lse}
     if payload.max_logit:

@@ -7,6 +7,7 @@ of the call at the beginning of each pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -359,7 +360,7 @@ class BoundCode:
 
     def _attend(self, op: ops.Attend) -> Step:
         results = [(result, [*map(self._number, result.refs)]) for result in op.results]
-        operands, call, scale = [*map(self._number, op.operands)], op.call, self._scale
+        operands_of, call, scale = itemgetter(*map(self._number, op.operands)), op.call, self._scale
         run, extra = self._run_kernel, self._extra_arguments(op)
         into = [number for _, numbers in results for number in numbers]
         written = [number for result, numbers in results if not result.adds for number in numbers]
@@ -367,18 +368,18 @@ class BoundCode:
 
             def add(t: list[Any], work: Pass) -> None:
                 kernel_into = tuple([t[i] for i in into])
-                run(*[t[i] for i in operands], call, scale, kernel_into, *extra(work))
+                run(*operands_of(t), call, scale, kernel_into, *extra(work))
 
             return add
         if self._adopts:
-            return self._adopting(op, results, operands)
+            return self._adopting(op, results, operands_of)
         blanks = self._blanks(len(written)) if not self.code.backward else [0.0] * len(written)
 
         def fill_and_add(t: list[Any], work: Pass) -> None:
             for number, value in zip(written, blanks, strict=True):
                 t[number].fill_(value)
             kernel_into = tuple([t[i] for i in into])
-            run(*[t[i] for i in operands], call, scale, kernel_into, *extra(work))
+            run(*operands_of(t), call, scale, kernel_into, *extra(work))
 
         return fill_and_add
 
@@ -389,7 +390,10 @@ class BoundCode:
         return [0.0, *[-torch.inf] * (count - 1)]
 
     def _adopting(
-        self, op: ops.Attend, results: list[tuple[ops.Result, list[int]]], operands: list[int]
+        self,
+        op: ops.Attend,
+        results: list[tuple[ops.Result, list[int]]],
+        operands_of: Callable[[list[Any]], tuple[Tensor, ...]],
     ) -> Step:
         """The kernel's own tensors become results that are written; to others they are added."""
         run, extra, call, scale = self._run_kernel, self._extra_arguments(op), op.call, self._scale
@@ -399,15 +403,17 @@ class BoundCode:
             for result, _ in results
             for ref in result.refs
         ]
-        put = self._putting()
+        put, derived = self._putting(), self._derived
 
         def step(t: list[Any], work: Pass) -> None:
-            found = run(*[t[i] for i in operands], call, scale, None, *extra(work))
+            found = run(*operands_of(t), call, scale, None, *extra(work))
             for (number, added), x, dtype in zip(adds, found, dtypes, strict=True):
                 if added:
                     t[number].add_(x)
                     continue
-                put(t, number, x if x.dtype is dtype else x.to(dtype))
+                t[number] = x if x.dtype is dtype else x.to(dtype)
+                if number in derived:
+                    put(t, number, t[number])
 
         return step
 

@@ -10,7 +10,6 @@ from itertools import accumulate
 from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.plan.kept import RecentValues
@@ -53,7 +52,8 @@ class _Buffers:
 
     def write(self, messages: TeamMessages, mark: bytes) -> None:
         """Put the mark before each piece of what leaves; the own piece is copied at once."""
-        source, target = _content(messages.leaving), _content(messages.arriving)
+        source = messages.leaving.numpy().reshape(-1).data  # its slices cost less than tensors
+        target = messages.arriving.numpy().reshape(-1).data
         for mark_place, piece, rows in self._leaving:
             mark_place[:] = mark
             piece[:] = source[rows]
@@ -72,11 +72,6 @@ class _Buffers:
         return None
 
 
-def _content(whole: Tensor) -> memoryview:
-    """The bytes of a tensor: slices of it cost less than a tensor's."""
-    return whole.numpy().reshape(-1).data
-
-
 def _pieces(
     whole: Tensor, rooms: Sequence[int], sizes: Sequence[int], place: int
 ) -> list[tuple[memoryview, memoryview, slice]]:
@@ -85,7 +80,7 @@ def _pieces(
     Args:
         place: of this rank in the team, of which only the mark travels.
     """
-    content, pieces = _content(whole), []
+    content, pieces = whole.numpy().data, []
     starts, ends = accumulate(rooms, initial=0), accumulate(sizes)
     for peer, (start, size, end) in enumerate(zip(starts, sizes, ends, strict=False)):
         first = start + _MARK_BYTES
@@ -116,19 +111,17 @@ class MarkedExchange:
         own = self._free.pop() if self._free else _Buffers(sizes, place)
         own.write(messages, mark)
         self._buffers, self._messages, self._mark, self._link = own, messages, mark, link
-        self._work: dist.Work | None = gloo_group(group, messages.team).alltoall_base(
+        self.waited = False
+        self._work = gloo_group(group, messages.team).alltoall_base(
             own.arrived, own.leaving, own.room, own.leaving_sizes
         )
 
-    @property
-    def waited(self) -> bool:
-        return self._work is None
-
     def wait(self) -> None:
-        work, self._work = self._work, None
-        if work is None:
+        if self.waited:
             return
-        wait_for(work, self._messages, "exchanging with", self._link)
+        self.waited = True
+        wait_for(self._work, self._messages, "exchanging with", self._link)
+        del self._work
         stranger = self._buffers.read(self._mark)
         if stranger is not None:
             raise self._link.watch.in_another_call(self._messages.team[stranger])
