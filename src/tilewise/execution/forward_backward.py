@@ -51,19 +51,19 @@ def forward_pass(
         bias: a dense one, if the call has one.
         sink: one a head, which a canonical pass takes in itself.
     """
-    payload, batched = problem.bare_passes[0].payload, q.ndim == 4
+    payload = problem.bare_passes[0].payload
     out, lse = empty_results(q, payload.v_head_dim)
-    results = {"out": out, "lse": lse}
-    if payload.max_logit:
-        results["largest"] = torch.empty_like(lse)
-    given = _by_rows(dict(zip(_NAMES[1 + len(kv)], (q, *kv), strict=True)), batched)
+    largest = [torch.empty_like(lse) for _ in range(payload.max_logit)]
+    results = dict(zip(("out", "lse", "largest"), (out, lse, *largest), strict=False))
+    given = dict(zip(_NAMES[1 + len(kv)], (q, *kv), strict=True))
+    if q.ndim == 4:
+        given, results = _tokens_first(given), _tokens_first(results)
     bound = bound_code(
         problem, transport, given["q"], backward=False, keep=keep and problem.gathered
     )
     work = Pass(transport, _scores(problem, bias), expansion=problem.expansion, sink=sink)
-    kept = _run(problem, bound, given, _by_rows(results, batched), work)
-    largest = [_largest(results["largest"])] if payload.max_logit else []
-    return out, lse, [*largest, *kept]
+    kept = _run(problem, bound, given, results, work)
+    return out, lse, [*map(_largest, largest), *kept]
 
 
 def backward_pass(
@@ -83,7 +83,7 @@ def backward_pass(
         bias: a dense one, with room for its gradient if it gets one.
     """
     *operands, out, lse = saved
-    (dout, dlse), names, batched = grads, _NAMES[len(operands)], out.ndim == 4
+    (dout, dlse), names = grads, _NAMES[len(operands)]
     results = {f"d{name}": x.new_empty(x.shape) for name, x in zip(names, operands, strict=True)}
     given = dict(zip(names, operands, strict=True))
     given |= {"out": out, "lse": lse, "dout": torch.zeros_like(out) if dout is None else dout}
@@ -91,16 +91,18 @@ def backward_pass(
         given["dlse"] = dlse
     elif problem.q_leaves is not None:  # another rank may have a gradient of lse
         given["dlse"] = torch.zeros_like(lse)
-    given = _by_rows(given, batched)
+    found = tuple(results.values())
+    if out.ndim == 4:
+        given, results = _tokens_first(given), _tokens_first(results)
     bound = bound_code(problem, transport, given["q"], backward=True)
     work = Pass(transport, _scores(problem, bias), expansion=problem.expansion)
-    _run(problem, bound, given, _by_rows(results, batched), work, kept)
-    return tuple(results.values())
+    _run(problem, bound, given, results, work, kept)
+    return found
 
 
-def _by_rows(tensors: dict[str, Tensor], batched: bool) -> dict[str, Tensor]:
-    """Tensors [(batch,) tokens, ...] as a code takes them, tokens first."""
-    return {name: x.transpose(0, 1) for name, x in tensors.items()} if batched else tensors
+def _tokens_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors [batch, tokens, ...] as a code takes them."""
+    return {name: x.transpose(0, 1) for name, x in tensors.items()}
 
 
 def _run(

@@ -116,6 +116,8 @@ class BoundCode:
         self._numbers: dict[_Part, int] = {}
         self._derived: dict[int, list[tuple[int, _Part]]] = {}  # by tensor, other parts of it
         self._as_bytes: dict[int, int] = {}
+        self._teams: list[_TeamNumbers] = []
+        self._num_tensors = 0
         self._groups: dict[int, int] = {}  # arrivals by their exchange
         self._num_exchanges = 0
         self._awaited: set[int] = set()  # exchanges
@@ -185,6 +187,8 @@ class BoundCode:
             tensors[number] = part_of(tensors[whole], *part)
         for number, bytes_number in self._as_bytes.items():
             tensors[bytes_number] = as_bytes(tensors[number])
+        if self._teams:
+            self._make_team_messages(tensors)
 
     def _run_recorded(self, tensors: list[Any], work: Pass) -> None:
         """Run all steps; while an operation runs, a profiler sees a range of its label."""
@@ -214,10 +218,14 @@ class BoundCode:
         part = ref, shape
         number = self._numbers.get(part)
         if number is None:
-            number = self._numbers[part] = len(self._numbers) + len(self._as_bytes)
+            number = self._numbers[part] = self._new_number()
             if ref.tensor in self._made and part != (_whole(ref), None):
                 self._derived.setdefault(self._number(_whole(ref)), []).append((number, part))
         return number
+
+    def _new_number(self) -> int:
+        self._num_tensors += 1
+        return self._num_tensors - 1
 
     def _bytes_number(self, ref: Ref) -> int:
         """Return the number of a tensor that is sent: a tensor of the call is seen as bytes."""
@@ -225,12 +233,12 @@ class BoundCode:
         if self.code.tensors[ref.tensor].dtype == "uint8":
             return number
         if number not in self._as_bytes:
-            self._as_bytes[number] = len(self._numbers) + len(self._as_bytes)
+            self._as_bytes[number] = self._new_number()
         return self._as_bytes[number]
 
     def _bind(self, workspace: Tensor) -> list[Any]:
         """All tensors that lie in a workspace; None for others."""
-        found: list[Any] = [None] * (len(self._numbers) + len(self._as_bytes))
+        found: list[Any] = [None] * self._num_tensors
         wholes: dict[int, Tensor] = {}
         for part, number in self._numbers.items():
             tensor = part[0].tensor
@@ -241,7 +249,14 @@ class BoundCode:
             if tensor not in wholes:
                 wholes[tensor] = _placed(workspace, self.code.offsets[spec.buffer], spec)
             found[number] = part_of(wholes[tensor], *part)
+        self._make_team_messages(found)
         return found
+
+    def _make_team_messages(self, t: list[Any]) -> None:
+        """Make what teams exchange of tensors that are there."""
+        for number, leaving, arriving, rest in self._teams:
+            if t[number] is None and t[leaving] is not None and t[arriving] is not None:
+                t[number] = TeamMessages(t[leaving], t[arriving], *rest)
 
     def _names_read_by_kernels(self) -> list[str]:
         """Names of the call's tensors that other ops than copies and sums read, and none writes."""
@@ -587,13 +602,13 @@ class BoundCode:
         return step
 
     def _post_team(self, op: ops.Post, team: ops.TeamBytes) -> Step:
-        leaving, arriving = self._number(team.leaving), self._number(team.arriving)
+        number, place = self._new_number(), self._exchange(op.arrivals)
+        tensors = self._number(team.leaving), self._number(team.arriving)
         rest = team.sizes, team.team.ranks, team.label, team.most_bytes
-        place = self._exchange(op.arrivals)
+        self._teams.append((number, *tensors, rest))
 
         def step(t: list[Any], work: Pass) -> None:
-            messages = TeamMessages(t[leaving], t[arriving], *rest)
-            work.handles[place] = work.transport.exchange_all(messages)  # pyright: ignore
+            work.handles[place] = work.transport.exchange_all(t[number])  # pyright: ignore
 
         return step
 
@@ -651,6 +666,8 @@ def _whole(ref: Ref) -> Ref:
 
 _Part: TypeAlias = tuple[Ref, tuple[int, ...] | None]
 """Rows and heads of a tensor, and the shape in which an op sees them (None: their own)."""
+_TeamNumbers: TypeAlias = tuple[int, int, int, tuple[Any, ...]]
+"""The number of what a team exchanges, of its tensors, and what else it is made of."""
 _Stored: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 """A tensor in memory that is given: its number, first number there, shape and strides."""
 

@@ -332,7 +332,8 @@ class AsideKernel(ProvidedKernel, ABC):
             return into or no_keys(q, v, max_logit=scores.max_logit)
         width, v_width = q.shape[-1], v.shape[-1]
         if width == v_width or not self.equal_widths:
-            return deliver(self.attend(q, k, v, call, scores), into)
+            found = self.attend(q, k, v, call, scores)
+            return found if into is None else deliver(found, into)
         q, k, v = widened(max(width, v_width), q, k, v)
         out, *rest = self.attend(q, k, v, call, scores)
         return deliver((out[..., :v_width], *rest), into)

@@ -52,8 +52,7 @@ class _Buffers:
 
     def write(self, messages: TeamMessages, mark: bytes) -> None:
         """Put the mark before each piece of what leaves; the own piece is copied at once."""
-        source = messages.leaving.numpy().reshape(-1).data  # its slices cost less than tensors
-        target = messages.arriving.numpy().reshape(-1).data
+        source, target = messages.contents
         for mark_place, piece, rows in self._leaving:
             mark_place[:] = mark
             piece[:] = source[rows]
