@@ -166,7 +166,7 @@ class KeptForCalls(NamedTuple):
     """Values that are made once for all calls that are resolved alike."""
 
     codes: RecentValues[Hashable, Any]  # of passes, bound
-    kinds: RecentValues[bool, Kind]  # what ranks compare before each pass, by whether backward
+    kinds: dict[bool, Kind]  # what ranks compare before each pass, by whether backward
 
 
 class ResolvedCall(NamedTuple):

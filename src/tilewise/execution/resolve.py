@@ -70,7 +70,7 @@ def resolve_once(
 
     def make() -> ResolvedCall:
         problem = resolve(q, k, v, call, rank, world_size)
-        kept = KeptForCalls(RecentValues(4), RecentValues(2))
+        kept = KeptForCalls(RecentValues(4), {})
         return problem.without_plans(plans)._replace(kept=kept)
 
     # Wires look at values.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -130,10 +130,7 @@ class BoundCode:
             (f"kept{place}", code.buffers[one.buffer].num_bytes)
             for place, one in enumerate(code.kept)
         ]
-        self._given: list[tuple[int, str, tuple[int, ...]]] = []
-        self._stored: list[tuple[str, torch.dtype, list[_Stored]]] = []
-        self._parts: list[tuple[int, int, _Part]] = []
-        self._find_given()
+        self._given, self._stored, self._parts = self._find_given()
 
     def run(self, given: Mapping[str, Tensor], work: Pass) -> list[Tensor]:
         """Run the code; returns when all that was sent has left.
@@ -175,14 +172,16 @@ class BoundCode:
             given[name] = loadable(given[name])
         for name in self.code.contiguous:
             given[name] = given[name].contiguous()
-        for number, name, shape in self._given:
-            x = given[name]
-            tensors[number] = x if x.shape == shape else x.view(shape)
-        for name, dtype, placed in self._stored:
+        numbers, names, shapes = self._given
+        views = map(Tensor.view, map(given.__getitem__, names), shapes)
+        for number, x in zip(numbers, views, strict=True):
+            tensors[number] = x
+        for name, dtype, numbers, shapes, strides, starts in self._stored:
             memory = _numbers_in(given[name], dtype)
-            first = memory.storage_offset()
-            for number, start, shape, strides in placed:
-                tensors[number] = memory.as_strided(shape, strides, first + start)
+            starts = map(memory.storage_offset().__add__, starts)
+            views = map(memory.as_strided, shapes, strides, starts)
+            for number, x in zip(numbers, views, strict=True):
+                tensors[number] = x
         for number, whole, part in self._parts:
             tensors[number] = part_of(tensors[whole], *part)
         for number, bytes_number in self._as_bytes.items():
@@ -269,31 +268,31 @@ class BoundCode:
                         names[self.code.buffers[self.code.tensors[ref.tensor].buffer].name] = None
         return [*names]
 
-    def _find_given(self) -> None:
+    def _find_given(self) -> tuple[_Given, list[_Stored], list[tuple[int, int, _Part]]]:
         """Find how tensors of a call, and those that are kept, are made at the beginning of a pass:
         as they are given, or in memory that is given, or as parts of others.
         """
         code, homes = self.code, (Home.GIVEN, Home.SAVED, Home.KEPT)
         names = {one.buffer: name for one, (name, _) in zip(code.kept, self._kept, strict=True)}
-        stored: dict[tuple[str, torch.dtype], list[_Stored]] = {}
+        given, parts = _Given([], [], []), list[tuple[int, int, _Part]]()
+        stored: dict[tuple[str, torch.dtype], _Stored] = {}
         for ref, _ in [*self._numbers]:
             if code.home(ref) in homes and (code.home(ref) is not Home.GIVEN or ref != _whole(ref)):
                 self._number(_whole(ref))  # of which they are parts
-        for ref, shape in self._numbers:
-            if code.home(ref) not in homes:
-                continue
-            number, spec = self._numbers[ref, shape], code.tensors[ref.tensor]
+        for (ref, shape), number in self._numbers.items():
+            spec = code.tensors[ref.tensor]
             buffer, is_whole = code.buffers[spec.buffer], ref == _whole(ref)
+            if buffer.home not in homes:
+                continue
             if is_whole and buffer.home is Home.GIVEN:
-                self._given.append((number, buffer.name, shape or spec.shape))
+                given.add(number, buffer.name, shape or spec.shape)
             elif is_whole and shape is None:
-                dtype = getattr(torch, spec.dtype)
-                place = number, spec.start // dtype.itemsize, spec.shape, spec.strides
-                key = names.get(spec.buffer, buffer.name), dtype
-                stored.setdefault(key, []).append(place)
+                name, dtype = names.get(spec.buffer, buffer.name), getattr(torch, spec.dtype)
+                placed = stored.setdefault((name, dtype), _Stored(name, dtype, [], [], [], []))
+                placed.add(number, spec)
             else:
-                self._parts.append((number, self._numbers[_whole(ref), None], (ref, shape)))
-        self._stored = [(*key, placed) for key, placed in stored.items()]
+                parts.append((number, self._numbers[_whole(ref), None], (ref, shape)))
+        return given, [*stored.values()], parts
 
     # Steps
 
@@ -668,8 +667,36 @@ _Part: TypeAlias = tuple[Ref, tuple[int, ...] | None]
 """Rows and heads of a tensor, and the shape in which an op sees them (None: their own)."""
 _TeamNumbers: TypeAlias = tuple[int, int, int, tuple[Any, ...]]
 """The number of what a team exchanges, of its tensors, and what else it is made of."""
-_Stored: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
-"""A tensor in memory that is given: its number, first number there, shape and strides."""
+
+
+class _Given(NamedTuple):
+    """Tensors that are as the call gives them: their numbers, names and shapes."""
+
+    numbers: list[int]
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+
+    def add(self, number: int, name: str, shape: tuple[int, ...]) -> None:
+        self.numbers.append(number)
+        self.names.append(name)
+        self.shapes.append(shape)
+
+
+class _Stored(NamedTuple):
+    """Tensors of one dtype in memory that is given; starts count numbers of it."""
+
+    name: str
+    dtype: torch.dtype
+    numbers: list[int]
+    shapes: list[tuple[int, ...]]
+    strides: list[tuple[int, ...]]
+    starts: list[int]
+
+    def add(self, number: int, spec: TensorSpec) -> None:
+        self.numbers.append(number)
+        self.shapes.append(spec.shape)
+        self.strides.append(spec.strides)
+        self.starts.append(spec.start // self.dtype.itemsize)
 
 
 def part_of(x: Tensor, ref: Ref, shape: tuple[int, ...] | None = None) -> Tensor:

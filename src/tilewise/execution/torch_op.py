@@ -167,12 +167,12 @@ def _explain(error: Exception, call: Call) -> None:
 
 def _kind(problem: ResolvedCall, q: Tensor, call: Call, backward: bool) -> Kind:
     """Return the kind of call that ranks compare before a pass."""
-
-    def make() -> Kind:
+    kinds = {} if problem.kept is None else problem.kept.kinds
+    kind = kinds.get(backward)
+    if kind is None:
         fields = agreement_fields(problem, q, call)
-        return Kind({**fields, PASS: "backward"} if backward else fields)
-
-    return make() if problem.kept is None else problem.kept.kinds.get(backward, make)
+        kind = kinds[backward] = Kind({**fields, PASS: "backward"} if backward else fields)
+    return kind
 
 
 def attend(

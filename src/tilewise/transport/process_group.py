@@ -170,20 +170,19 @@ class DistTransport:
         return receives[0] if len(receives) == 1 else AllPosted(receives)
 
     def exchange_all(self, messages: TeamMessages) -> Handle:
-        leaving, _, sizes, team, _, most_bytes = messages
+        device, team = messages.leaving.device.type, messages.team
         if self._pairwise:
             self._release(self._pairwise)
-        if leaving.device.type not in self._carried:
-            self._backend({leaving.device.type})
-        own = sizes[0][self.rank - team.start]
-        self.bytes_sent += sum(sizes[0]) - own
-        self.messages_sent += len(team) - sizes[0].count(0) - (own > 0)
-        num_bytes = most_bytes * (len(team) - 1)
+        if device not in self._carried:
+            self._backend({device})
+        num_bytes = messages.most_bytes * (len(team) - 1)
         if num_bytes > MARKED_BYTES and (
             num_bytes > MARKED_BYTES_ON_A_HOST or not self._on_one_host(team)
         ):
             return self._in_rounds(messages)
         exchange = MarkedExchange(messages, self.agreement.mark, self._link, self._facts.buffers)
+        self.bytes_sent += exchange.buffers.bytes_sent
+        self.messages_sent += exchange.buffers.messages_sent
         self._receiving.append(exchange)
         return exchange
 
@@ -260,6 +259,8 @@ class DistTransport:
         if mine and kept:
             kept.tensor.copy_(mine.tensor)
         rounds = [(sent[(place + i) % n], received[(place - i) % n]) for i in range(1, n)]
+        self.bytes_sent += sum(x.tensor.nbytes for x, _ in rounds if x)
+        self.messages_sent += sum(x is not None for x, _ in rounds)
         self._pairwise = PairwiseExchange(rounds, self._post_one)
         self._receiving.append(self._pairwise)
         return self._pairwise
