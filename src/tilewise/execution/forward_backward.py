@@ -29,6 +29,7 @@ Leaves: TypeAlias = tuple[RowMoves, RowMoves] | None
 
 _NAMES = {2: ("q", "latent"), 3: ("q", "k", "v")}
 """Names that a code has for the operands, by their number."""
+_RESULTS: tuple[str, ...] = ("out", "lse", "largest")
 _OF_QUERIES = frozenset(("q", "out", "lse", "largest", "dout", "dlse", "dq"))
 
 
@@ -54,7 +55,7 @@ def forward_pass(
     payload = problem.bare_passes[0].payload
     out, lse = empty_results(q, payload.v_head_dim)
     largest = [torch.empty_like(lse) for _ in range(payload.max_logit)]
-    results = dict(zip(("out", "lse", "largest"), (out, lse, *largest), strict=False))
+    results = dict(zip(_RESULTS, (out, lse, *largest), strict=False))
     given = dict(zip(_NAMES[1 + len(kv)], (q, *kv), strict=True))
     if q.ndim == 4:
         given, results = _tokens_first(given), _tokens_first(results)
