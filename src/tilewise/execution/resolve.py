@@ -222,7 +222,7 @@ def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, 
     """Return the facts that all ranks must have in common, most telling first: "auto" plans for the
     shapes.
 
-    What changes from call to call stands apart, in agreement_values.
+    What changes from call to call, such as dropout's seed, is compared beside them.
     """
     (plan, _, (q_layout, kv_layout), groups, payload), backward = problem.passes
     scores = problem.scores
@@ -257,14 +257,6 @@ def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, 
         "device": q.device.type,
     }
     return {name: _text(value) for name, value in compared.items()}
-
-
-def agreement_values(problem: ResolvedCall) -> dict[str, str]:
-    """Return the values that all ranks must have in common, too, but that change among calls of one
-    kind.
-    """
-    scores = problem.scores
-    return {"dropout_seed": str(scores.dropout_seed)} if scores.dropout_p else {}
 
 
 def _text(value: object) -> str:

@@ -7,8 +7,9 @@ of the call at the beginning of each pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
 from operator import itemgetter
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ class BoundCode:
         self._awaited: set[int] = set()  # exchanges
         self._canonical = any(isinstance(op, ops.Finish) for op in code.ops)
         self._made = {*self._tensors_that_ops_make()}
-        self._steps = [self._bound(op) for op in code.ops]
+        self._steps = [*self._bound_ops()]
         self._busy_steps = [step for step in self._steps if step is not _no_step]
         self._aligned = self._names_read_by_kernels()
         self._kept = [
@@ -296,6 +297,18 @@ class BoundCode:
 
     # Steps
 
+    def _bound_ops(self) -> Iterator[Step]:
+        """Bind each op; plain copies of one operation that follow each other are one step."""
+        left = iter(self.code.ops)
+        for line in self.code.lines:
+            for plain, some in groupby(islice(left, line.num_ops), _is_plain_copy):
+                if plain:
+                    copies = cast("list[ops.Copy]", [*some])
+                    yield self._copy_plainly(copies)
+                    yield from [_no_step] * (len(copies) - 1)
+                else:
+                    yield from map(self._bound, some)
+
     def _bound(self, op: ops.Op) -> Step:
         match op:
             case ops.Copy():
@@ -337,19 +350,29 @@ class BoundCode:
             return None
         return torch.from_numpy(table.numbers.copy()).to(self._device)
 
+    def _copy_plainly(self, copies: Sequence[ops.Copy]) -> Step:
+        """Copies of all rows and heads; either end may have the same numbers in another shape."""
+        pairs: list[tuple[int, int]] = []
+        for source, target, *_ in copies:
+            shape, own = self.code.shape(target), self.code.shape(source)
+            a = self._number(source, shape if len(shape) > len(own) else None)
+            pairs.append((self._number(target, own if len(own) > len(shape) else None), a))
+
+        def step(t: list[Any], _: Pass) -> None:
+            for b, a in pairs:
+                t[b].copy_(t[a])
+
+        return step
+
     def _copy(self, op: ops.Copy) -> Step:
+        a, b = self._number(op.source), self._number(op.target)
         rows, heads = self._table(op.rows), self._table(op.heads)
-        shape, source = self.code.shape(op.target), self.code.shape(op.source)
-        apart = rows is None and heads is None  # or the same numbers in another shape
-        a = self._number(op.source, shape if apart and len(shape) > len(source) else None)
-        b = self._number(op.target, source if apart and len(shape) < len(source) else None)
-        if rows is not None:
-            if op.scatters:
-                return lambda t, _: t[b].index_copy_(0, rows, t[a])
-            return lambda t, _: torch.index_select(t[a], 0, rows, out=t[b])
-        if heads is not None:
+        shape = self.code.shape(op.target)
+        if rows is None:
             return lambda t, _: t[b].copy_(t[a].index_select(2, heads).view(shape))
-        return lambda t, _: t[b].copy_(t[a])
+        if op.scatters:
+            return lambda t, _: t[b].index_copy_(0, rows, t[a])
+        return lambda t, _: torch.index_select(t[a], 0, rows, out=t[b])
 
     def _delta(self, op: ops.ComputeDelta) -> Step:
         parts = op.out, op.dout, op.product, op.delta
@@ -648,6 +671,10 @@ _NOTHING = _Nothing()
 
 def _no_kernel(*_: Any) -> NoReturn:
     raise AssertionError("a code without a kernel attends nothing")
+
+
+def _is_plain_copy(op: ops.Op) -> bool:
+    return isinstance(op, ops.Copy) and op.rows is None and op.heads is None
 
 
 def _no_step(_: list[Any], __: Pass) -> None:

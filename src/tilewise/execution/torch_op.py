@@ -32,7 +32,7 @@ from tilewise.execution.forward_backward import (
     forward_pass,
     sink_gradient,
 )
-from tilewise.execution.resolve import agreement_fields, agreement_values, resolve_once
+from tilewise.execution.resolve import agreement_fields, resolve_once
 from tilewise.execution.sinks import one_sink, values_of
 from tilewise.execution.validation import check_numbers, named_operands
 from tilewise.kernels.bias import Alibi, DenseBias
@@ -143,7 +143,9 @@ def _agree(  # noqa: PLR0913 - all that is compared
         return None
     mode, kind, values = _mode(q, call), None, {}
     if problem is not None and mode != "never":
-        kind, values = _kind(problem, q, call, backward), agreement_values(problem)
+        kind = _kind(problem, q, call, backward)
+        if problem.scores.dropout_p:
+            values["dropout_seed"] = str(problem.scores.dropout_seed)
         if backward and problem.number is not None:
             # Calls may be alike in all but the order of their passes. Compiled code does not know
             # which forward pass it follows.
