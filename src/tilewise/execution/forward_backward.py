@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -27,7 +28,7 @@ from tilewise.transport.protocol import Transport
 Leaves: TypeAlias = tuple[RowMoves, RowMoves] | None
 
 
-_NAMES = {2: ("q", "latent"), 3: ("q", "k", "v")}
+_NAMES = MappingProxyType({2: ("q", "latent"), 3: ("q", "k", "v")})
 """Names that a code has for the operands, by their number."""
 _RESULTS: tuple[str, ...] = ("out", "lse", "largest")
 _OF_QUERIES = frozenset(("q", "out", "lse", "largest", "dout", "dlse", "dq"))
