@@ -5,7 +5,7 @@
 
 Every part has a process of its own with a time limit, and one for each kernel: a crash, which takes
 the device's context with it, stops nothing else. It prints a line for each finding. The exit code
-is 1 if a part failed or a kernel is wrong. No GPU has run it yet; figures of --cpu say nothing.
+is 1 if a part failed or a kernel is wrong. Figures of --cpu say nothing.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -85,19 +86,8 @@ def computed(kind: str, run: Callable[..., Any], x: Operands) -> Tensor:
 def tilewise_way(kind: str, cp: tw.ContextParallel) -> Callable[..., Any]:
     whole, rule = (0, cp.layout.num_tokens), kernel(kind)
     if kind == KINDS[0]:
-
-        def delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **given: Any) -> Any:
-            return state_rules.delta_rule(cp, whole, rule, q, k, v, g, beta, **given), None
-
-        return delta
-    plain: dict[str, Any] = {"dt_bias": None, "dt_softplus": False, "z": None}
-    plain["dt_limit"] = (0.0, float("inf"))
-
-    def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int) -> Tensor:
-        words = {"chunk_size": chunk_size, **plain}
-        return state_rules.state_space(cp, whole, rule, x, dt, a, b, c, **words)
-
-    return scan
+        return partial(state_rules.delta_rule, cp, whole, rule)
+    return partial(state_rules.state_space, cp, whole, rule)
 
 
 def ringmaster_way(kind: str, group: Any) -> Callable[..., Any] | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.kernels.merge import merge_into
-from tilewise.kernels.protocol import Kernel, accumulator_dtype, no_keys
+from tilewise.kernels.protocol import Kernel, no_keys
 from tilewise.plan.row_ranges import Ranges, row_index
 from tilewise.tiles.calls import KernelCall
 
@@ -44,7 +44,7 @@ class _WholeMask(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         q, k, v, kernel, calls = given
         scale = 1 / math.sqrt(q.shape[-1])
-        out, lse = no_keys(q[:, None], v, accumulator_dtype(q.dtype))
+        out, lse = no_keys(q[:, None], v)
         for call, rows, keys in calls:
             found = kernel.forward(q[rows, None], k[keys, None], v[keys, None], call, scale)
             if len(calls) == 1 and len(found[0]) == len(out):

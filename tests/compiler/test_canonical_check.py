@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import product
 from random import Random
 from typing import NamedTuple
 
@@ -64,8 +65,8 @@ def workload(**more: object) -> tw.Workload:
 
 
 @cache
-def case_of(plan: tw.Plan) -> Case:
-    work = workload()
+def case_of(plan: tw.Plan, dtype: str = "float32") -> Case:
+    work = workload(dtype=dtype)
     codes = (
         [plan.code(work, rank, backward) for rank in range(WORLD)] for backward in (False, True)
     )
@@ -74,10 +75,13 @@ def case_of(plan: tw.Plan) -> Case:
 
 
 def mutants(name: str, plans: Sequence[tw.Plan], random: Random) -> Iterator[Case]:
-    """A change of one rank's code for every plan and pass that has a place for it."""
+    """A change of one rank's code for every plan, dtype and pass that has a place for it.
+
+    Sums of bf16 are encoded on their way.
+    """
     mutation = {**CHANGES, **HARMLESS}[name]
-    for plan in plans:
-        case = case_of(plan)
+    for plan, dtype in product(plans, ("float32", "bfloat16")):
+        case = case_of(plan, dtype)
         for of_pass in case.codes:
             changed = (mutation(code, random) for code in random.sample(of_pass, WORLD))
             code = next((code for code in changed if code is not None), None)
@@ -179,7 +183,7 @@ def drawn(random: Random) -> tuple[tw.Plan, tw.Workload]:
         num_kv_heads * shared,
         num_kv_heads,
         random.choice([8, 16, 5]),
-        random.choice(("float64", "float32", "bfloat16")),
+        random.choice(("float64", "float32", "bfloat16", "float16")),
         mask=mask,
         layout=layout,
         v_head_dim=random.choice([None, 3, 16]),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewise.compiler.code import Buffer, Bytes, Copy, Fill, Home, Op, Post, Ref, TensorSpec, Wait
-from tilewise.compiler.placement import Departures, Span, aligned, buffer_spans, place, placed
+from tilewise.compiler.placement import Departures, Lifetime, aligned, buffer_spans, place, placed
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Side
 
@@ -16,12 +16,12 @@ BLOCK = 256
 
 
 @st.composite
-def drawn_spans(draw: st.DrawFn) -> list[Span]:
+def drawn_spans(draw: st.DrawFn) -> list[Lifetime]:
     """Of one buffer: parts side by side, from one moment on, each to its own end."""
     begin, start, spans = draw(st.integers(0, 20)), 0, []
     for _ in range(draw(st.integers(1, 4))):
         blocks, more = draw(st.integers(1, 6)), draw(st.integers(0, 20))
-        spans.append(Span(start, start + blocks * BLOCK, begin, begin + more))
+        spans.append(Lifetime(start, start + blocks * BLOCK, begin, begin + more))
         start += blocks * BLOCK
     return spans
 
@@ -29,7 +29,7 @@ def drawn_spans(draw: st.DrawFn) -> list[Span]:
 @given(st.lists(drawn_spans(), max_size=20))
 def test_bytes_of_one_time_lie_apart(buffers):
     offsets, total = place(buffers)
-    seen: list[tuple[int, int, Span]] = []
+    seen: list[tuple[int, int, Lifetime]] = []
     for number, (spans, at) in enumerate(zip(buffers, offsets, strict=True)):
         assert at % BLOCK == 0 and at + spans[-1].stop <= total
         for span in spans:
@@ -118,7 +118,7 @@ def test_two_parts_share_a_block_until_both_end():
         Fill(Ref(0, (0, 96, 1)), 0.0),
     ]
     (spans,) = buffer_spans([spec], [buffer], ops, Departures(1, True))
-    assert spans == [Span(0, 256, 0, 3), Span(256, 512, 0, 2)]
+    assert spans == [Lifetime(0, 256, 0, 3), Lifetime(256, 512, 0, 2)]
     assert aligned(1) == aligned(256) == 256
 
 

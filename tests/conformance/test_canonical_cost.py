@@ -49,16 +49,26 @@ def test_volume_is_codes_and_moves(layout: Any):
     )
 
 
-def test_partials_take_at_most_little_over_twice_the_bytes_of_fp32():
-    work = replace(WORK, layout="contiguous", mask=tw.Full())
-    fast = replace(work, reduction="fast", wire_dtype="float32")
-    for plan in (tw.ring(4, moves="q"), tw.attention2d(2, 2), tw.ring(4)):
-        pairs = zip(tw.volume(plan, work), tw.volume(plan, fast), strict=True)
-        for canonical, plain in pairs:
-            assert max(canonical) <= 2.05 * max(plain)
+@pytest.mark.parametrize("save", ["replay", "gathered"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_bytes_and_memory_are_at_most_twice_those_of_fast(dtype: Any, save: Any):
+    """fast's partials travel in half precision where q, k, v are of it."""
+    work = replace(WORK, layout="zigzag", dtype=dtype, save=save)
+    fast = replace(work, reduction="fast")
+    plans = (
+        tw.ring(4),
+        tw.ring(4, moves="q"),
+        tw.double_ring(2, 2),
+        tw.attention2d(2, 2),
+        tw.ulysses(4),
+        tw.ulysses(2, inner=tw.ring(2)),
+    )
+    for plan in plans:
+        sent = [sum(map(sum, tw.volume(plan, one))) for one in (work, fast)]
+        assert sent[0] <= 2 * sent[1], plan.name
         for backward in (False, True):
-            codes = [plan.code(one, 0, backward=backward) for one in (work, fast)]
-            assert codes[0].peak_bytes <= 2.2 * codes[1].peak_bytes
+            peaks = [plan.code(one, 0, backward=backward).peak_bytes for one in (work, fast)]
+            assert peaks[0] <= 2 * peaks[1], plan.name
 
 
 def test_every_merge_of_the_code_is_canonical_and_printed():
@@ -129,7 +139,7 @@ def test_a_plan_that_splits_leaves_is_refused():
         steps.tile((0, 1), (0, 1))
         return steps.done()
 
-    owners, cuts = (((0,), (0,)),) * 2, ((0, 100), (100, TOKENS))
+    owners, cuts = (((0,), (0,)), ((0,), (0,))), ((0, 100), (100, TOKENS))
     plan = Plan("parts", 1, 1, owners, script=script, cuts=cuts)
     with pytest.raises(ValueError, match="parts splits the q leaf of tokens 0 to 127"):
         tw.volume(plan, replace(WORK, layout=tw.contiguous(TOKENS, 1)))

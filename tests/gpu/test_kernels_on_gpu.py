@@ -283,6 +283,8 @@ def there(scores: Scores, call: KernelCall) -> Scores:
 def test_softcap_dropout_the_largest_score_and_widths(name, what, dtype, widths, monkeypatch):
     """By every kernel that says that it has them; the same pairs are dropped as on a CPU."""
     kernel, scores, call = kernel_named(name), SCORES[what], SMALL["holes"]
+    if name == "flex" and (dtype, widths) != (torch.bfloat16, (64, 64)):
+        pytest.skip("compiles 10 to 40 seconds for each dtype and width")
     reason = kernel.supports("cuda", dtype, max(widths), needs=scores.needs)
     if reason is not None:
         pytest.skip(reason)

@@ -177,3 +177,12 @@ def test_what_does_not_fit_is_refused():
         shard_inputs(LAYOUTS[0], 0, torch.arange(22))
     with pytest.raises(ValueError, match="x has 21 tokens"):
         shard_inputs(LAYOUTS[0], 0, torch.zeros(1, 21, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_what_a_model_reads_is_where_the_input_ids_are(rank: int):
+    """Boundaries and counts of documents are the host's."""
+    ids = torch.zeros(1, 12, dtype=torch.int64, device="meta")
+    inputs = shard_inputs(tw.zigzag(12, 3), rank, ids, labels=ids, cu_seqlens=(0, 5, 12))
+    on_host = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    assert {name for name, x in inputs.items() if x.device.type == "cpu"} == on_host

@@ -267,7 +267,7 @@ def mamba2(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **given: Any)
     return torch.stack(outs, 1), state
 
 
-def mamba(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def mamba(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **_: Any) -> Tensor:
     """Mamba's scan, token by token."""
     state, outs = x.new_zeros(*x.shape[:2], a.shape[1]), list[Tensor]()
     for t in range(x.shape[2]):
@@ -280,7 +280,8 @@ def mamba(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def gated_delta(cp: tw.ContextParallel, edges: Any, x: dict[str, Tensor], *, keys: bool) -> Tensor:
     g = -x["k2"].square() if keys else -x["g"].square()
     k = torch.nn.functional.normalize(x["k"], dim=-1)
-    return state_rules.delta_rule(cp, edges, delta, x["q"], k, x["v"], g, x["beta"].sigmoid())
+    args = x["q"], k, x["v"], g, x["beta"].sigmoid()
+    return state_rules.delta_rule(cp, edges, delta, *args)[0]
 
 
 RULES = {
@@ -295,6 +296,7 @@ RULES = {
         -x["a"].exp(),
         x["k"][:, :, :1],
         x["q"][:, :, :1],
+        chunk_size=1,
         dt_bias=x["a"],
         dt_softplus=True,
         dt_limit=(0.0, 2.0),
@@ -310,7 +312,7 @@ RULES = {
             -x["channels"].exp(),
             x["k"][:, :, 0].mT,
             x["q"][:, :, 0].mT,
-            d=x["channels"][:, 0],
+            D=x["channels"][:, 0],
             z=x["v"].flatten(2).mT,
             delta_bias=x["channels"][:, 1],
             delta_softplus=True,

@@ -25,7 +25,7 @@ from support.hybrid_models import build, run_apart, split_in_threads
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.integrations import hf
+from tilewise.integrations import hf, hf_proof
 from tilewise.tokens.pieces import pieces_of
 
 kernels_of_transformers: Any = pytest.importorskip("transformers.integrations.hub_kernels")
@@ -210,3 +210,23 @@ def test_a_kernel_runs_once_a_piece_with_its_own_arguments(
         assert all(call["output_final_state"] for call in calls)
         widths = {call["initial_state"] is None: call["v"].shape[3] for call in calls}
         assert widths[False] == widths[True] + calls[0]["k"].shape[3]  # the piece's matrix
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_kernel_that_takes_no_tensors_of_the_cpu_does_not_keep_a_model_from_being_tried(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A tiny model is tried on the CPU, where Triton's kernels raise."""
+    whole, library = build(name), LIBRARIES[name]
+
+    def for_gpus(calls: Calls, reference: Callable[..., Any]) -> Callable[..., Any]:
+        def kernel(*_: Any, **__: Any) -> None:
+            raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+
+        return kernel
+
+    installed(library._replace(made=for_gpus), whole, monkeypatch)
+    hf_proof._refuted.cache_clear()
+    hf.check_model(whole)
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        run_apart(whole, case(PACKED))

@@ -16,18 +16,19 @@ from tilewise.kernels.binned import (
     merge_sums,
     rounded,
 )
-from tilewise.plan.sums import FLOAT32, FLOAT64, MANY_TERMS, BinFormat
+from tilewise.plan.sums import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, MANY_TERMS, BinFormat
 
 CPU = torch.device("cpu")
 FORMATS = pytest.mark.parametrize(
     ("form", "dtype"),
     [
         (FLOAT32, torch.float32),
-        (FLOAT32, torch.bfloat16),
+        (FLOAT16, torch.float32),
+        (BFLOAT16, torch.bfloat16),
         (FLOAT64, torch.float64),
         (MANY_TERMS, torch.float64),
     ],
-    ids=["fp32", "bf16", "fp64", "many"],
+    ids=["fp32", "fp16", "bf16", "fp64", "many"],
 )
 
 
@@ -76,55 +77,62 @@ def test_a_sum_is_as_close_as_its_window_is_wide(
 ) -> None:
     terms = data.draw(st.composite(lambda draw: _terms(draw, dtype, 3))())
     numbers, exponents = exact_numbers(_sum_of(terms, form), form)
-    bits = form.digit_bits * (form.digits - 1) + (form.words == 1)
+    bits = form.digit_bits * (form.digits - 1)
     for row in range(2):
         largest = max(float(x[row].abs().max()) for x in terms)
         for column in range(3):
             exact = sum(Fraction(x[row, column].item()) for x in terms)
             found = Fraction(numbers[row, column].item()) * Fraction(2) ** int(exponents[row])
-            rounding = abs(exact) * Fraction(form.words - 1, 2**52)
+            rounding = abs(exact) * Fraction(form.digits - 1, 2**52)
             assert abs(found - exact) <= len(terms) * Fraction(largest) / 2**bits + rounding
 
 
 @FORMATS
 def test_factors_and_exponents_multiply_terms(form: BinFormat, dtype: torch.dtype) -> None:
     x = torch.randn(5, 4, dtype=dtype)
-    factors, exponents = torch.rand(5, dtype=torch.float64) + 0.7, torch.tensor([0, 9, -9, 99, -99])
+    factors, exponents = torch.rand(5, dtype=torch.float64) + 0.7, torch.tensor([0, 9, -9, 80, -80])
     scaled, plain = blank_sums((5,), 4, form, CPU), blank_sums((5,), 4, form, CPU)
     add_terms(scaled, x, form, factors, exponents)
-    add_terms(plain, x * factors[:, None] * 2.0 ** exponents[:, None], form)
+    x = x.to(torch.float32 if form.item_bits == 32 else torch.float64)  # as it is rounded
+    add_terms(plain, x * factors[:, None].to(x.dtype) * 2.0 ** exponents[:, None], form)
     assert torch.equal(scaled, plain)
 
 
 def test_exponents_beyond_those_of_numbers_are_kept() -> None:
     sums, one = blank_sums((1,), 1, FLOAT32, CPU), torch.ones(1, 1)
-    for exponent in (5000, 5001, -70000):
+    for exponent in (5000, 5001, -(10**9)):
         add_terms(sums, one, FLOAT32, exponents=torch.tensor([exponent]))
     numbers, exponents = exact_numbers(sums, FLOAT32)
     assert Fraction(numbers.item()) * Fraction(2) ** int(exponents) == 3 * 2**5000
 
 
-@pytest.mark.parametrize("form", [FLOAT32, FLOAT64, MANY_TERMS])
+@pytest.mark.parametrize("form", [FLOAT32, FLOAT16, BFLOAT16, FLOAT64, MANY_TERMS])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_as_many_terms_as_a_format_allows_do_not_overflow(form: BinFormat, sign: int) -> None:
-    number = sign * (1 - 2.0 ** -(24 if form is FLOAT32 else 53))  # all bits of digits are 1
-    sums = blank_sums((1,), 1, form, CPU)
-    add_terms(sums, torch.tensor([[number]], dtype=torch.float64), form)
-    terms = 1
-    while terms * 2 <= form.most_terms:
-        merge_sums(sums, sums.clone(), form)
-        terms *= 2
-    assert rounded(sums, form, torch.float64).item() == pytest.approx(terms * number, rel=1e-15)
-    for moved in range(1, form.digits + 1):  # the lowest digits leave without a carry
-        up = 2.0 ** (form.digit_bits * (moved - 1))
-        total = sums.clone()
-        add_terms(total, torch.tensor([[up]], dtype=torch.float64), form)
-        found = rounded(total, form, torch.float64).item() - up
-        unit = 2.0 ** (form.digit_bits * (moved - form.digits))
-        assert abs(found - terms * number) <= terms * unit + math.ulp(up + terms)
+    """Digits of these numbers are as large as they can be: half of their place."""
+    half = 2.0 ** (form.digit_bits - 1)
+    ends = {half, half * (1 - 2.0**-23)}
+    for high in ends if form.item_bits == 32 else (half / 2, half / 2 - 0.5):
+        number = sign * high
+        sums = blank_sums((1,), 1, form, CPU)
+        terms = 0
+        while terms < form.most_terms:  # 1, 3, 7, ...
+            merge_sums(sums, sums.clone(), form)
+            add_terms(sums, torch.tensor([[number]], dtype=torch.float64), form)
+            terms = 2 * terms + 1
+        expected = terms * number
+        assert rounded(sums, form, torch.float64).item() == pytest.approx(expected, rel=1e-15)
+        for moved in range(1, form.digits + 1):  # the lowest digits leave without a carry
+            up = 2.0 ** (form.digit_bits * moved) * half
+            total = sums.clone()
+            add_terms(total, torch.tensor([[up]], dtype=torch.float64), form)
+            numbers, exponents = exact_numbers(total, form)
+            unit = 2.0 ** exponents.item()
+            error = abs(numbers.item() * unit - up - expected)
+            assert error <= terms * unit / 2 + math.ulp(up + terms * half)
 
 
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 2.0**901])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 2.0**801])
 def test_a_number_that_is_not_finite_makes_its_sum_nan_in_any_order(wrong: float) -> None:
     terms = [torch.tensor([[1.0, 2.0]], dtype=torch.float64) for _ in range(3)]
     terms[1][0, 1] = wrong
@@ -143,4 +151,27 @@ def test_zeros_change_nothing() -> None:
 
 
 def test_formats_say_how_many_terms_they_hold() -> None:
-    assert (FLOAT32.most_terms, FLOAT64.most_terms) == (256, 1024)
+    formats = FLOAT32, FLOAT16, BFLOAT16, FLOAT64, MANY_TERMS
+    assert [form.most_terms for form in formats] == [255, 255, 255, 1023, 2**24 - 1]
+
+
+@FORMATS
+def test_single_sums_merge_when_windows_differ(form: BinFormat, dtype: torch.dtype) -> None:
+    small, large = (blank_sums((), 1, form, CPU) for _ in range(2))
+    for size in range(0, -120, -20):
+        add_terms(small, torch.tensor([2.0**size], dtype=torch.float64), form)
+    add_terms(large, torch.tensor([2.0**25], dtype=torch.float64), form)
+    merged, other = small.clone(), large.clone()
+    merge_sums(merged, large, form)
+    merge_sums(other, small, form)
+    assert torch.equal(merged, other)
+    error = abs(rounded(merged, form, torch.float64).item() - 2**25 - 1 / (1 - 2**-20))
+    assert error <= 2.0 ** (26 - form.digit_bits * (form.digits - 1)) + math.ulp(2**25)
+
+
+def test_scores_beyond_all_exponents_are_nan_or_nothing() -> None:
+    for exponent, expected in ((1 << 34, math.nan), (-(1 << 34), 1.0)):
+        sums = blank_sums((1,), 1, BFLOAT16, CPU)
+        add_terms(sums, torch.ones(1, 1), BFLOAT16, exponents=torch.tensor([exponent]))
+        add_terms(sums, torch.ones(1, 1), BFLOAT16, exponents=torch.tensor([0]))
+        assert rounded(sums, BFLOAT16, torch.float32).item() == pytest.approx(expected, nan_ok=True)

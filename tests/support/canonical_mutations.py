@@ -14,6 +14,8 @@ from tilewise.compiler.code import (
     Code,
     ComputeDelta,
     Copy,
+    Decode,
+    Encode,
     Fill,
     Finish,
     Merge,
@@ -23,7 +25,7 @@ from tilewise.compiler.code import (
     Wait,
 )
 from tilewise.layouts.layout import Run
-from tilewise.plan.sums import FLOAT32, FLOAT64, SumColumns
+from tilewise.plan.sums import FLOAT16, FLOAT32, SumColumns
 from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.tiles.leaf_pairs import ROW_UNIT, Leaf, LeafPair
 
@@ -69,7 +71,7 @@ def changes(mutation: Mutation) -> Mutation:
 
 
 def is_sums(code: Code, ref: Ref) -> bool:
-    return code.tensors[ref.tensor].dtype == "int64" and 0 not in code.shape(ref)
+    return code.tensors[ref.tensor].dtype in ("int32", "int64") and 0 not in code.shape(ref)
 
 
 def moved_rows(code: Code, ref: Ref, by: int) -> Ref | None:
@@ -81,7 +83,9 @@ def moved_rows(code: Code, ref: Ref, by: int) -> Ref | None:
 
 
 def other_form(columns: SumColumns) -> SumColumns:
-    return columns._replace(form=FLOAT64 if columns.form == FLOAT32 else FLOAT32)
+    return columns._replace(
+        forms=tuple(FLOAT16 if form == FLOAT32 else FLOAT32 for form in columns.forms)
+    )
 
 
 def with_pairs(op: AttendLeaves, pairs: list[LeafPair], **more: Any) -> AttendLeaves:
@@ -598,6 +602,51 @@ def other_rows_in_a_message(code: Code, random: Random) -> Code | None:
         )
         return with_ops(code, number, [op, moved])
     return None
+
+
+@edits(Encode)
+def sums_that_travel_in_another_format(code: Code, op: Encode, random: Random) -> Op | None:
+    wire = op.field.wire
+    if not isinstance(wire, SumColumns):
+        return None
+    return op._replace(field=op.field._replace(wire=other_form(wire)))
+
+
+@edits(Decode)
+def sums_that_arrive_in_another_format(code: Code, op: Decode, random: Random) -> Op | None:
+    wire = op.field.wire
+    if not isinstance(wire, SumColumns):
+        return None
+    return op._replace(field=op.field._replace(wire=other_form(wire)))
+
+
+@edits(Encode)
+def sums_that_are_not_encoded(code: Code, op: Encode, random: Random) -> list[Op] | None:
+    return [] if is_sums(code, op.source) else None
+
+
+@edits(Decode)
+def sums_that_are_not_decoded(code: Code, op: Decode, random: Random) -> list[Op] | None:
+    return [] if is_sums(code, op.target) else None
+
+
+@edits(Encode)
+def encoded_sums_of_other_rows(code: Code, op: Encode, random: Random) -> list[Op] | None:
+    rows = code.shape(op.source)[0]
+    if rows < 2 or not is_sums(code, op.source):
+        return None
+    start, stop, step = op.source.rows or (0, rows, 1)
+    there, end, by = op.target.rows or (0, rows, 1)
+    moved = op._replace(
+        source=op.source._replace(rows=(start + step, stop, step)),
+        target=op.target._replace(rows=(there, end - by, by)),
+    )
+    return [op, moved]
+
+
+@edits(Merge)
+def a_merge_of_sums_that_are_read_otherwise(code: Code, op: Merge, random: Random) -> Op:
+    return op._replace(short=not op.short)
 
 
 @edits(Copy)

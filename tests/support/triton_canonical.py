@@ -1,4 +1,4 @@
-"""Canonical results of the Triton kernel at several splits, in Triton's interpreter.
+"""Canonical results of the Triton kernel at several splits, in Triton's interpreter or on a GPU.
 
     TRITON_INTERPRET=1 python tests/support/triton_canonical.py
 
@@ -53,11 +53,13 @@ def results(
     ]
 
 
-def found(plan: tw.Plan, layout: tw.Layout, dtype: torch.dtype, options: Any) -> list[Any]:
+def found(
+    plan: tw.Plan, layout: tw.Layout, dtype: torch.dtype, options: Any, device: str = "cpu"
+) -> list[Any]:
     """Names of results with other bits than those of one rank, and the largest error."""
     make = torch.Generator().manual_seed(0)
     heads = HEADS, KV_HEADS, KV_HEADS, HEADS
-    tensors = [torch.randn(TOKENS, h, 20, generator=make).to(dtype) for h in heads]
+    tensors = [torch.randn(TOKENS, h, 20, generator=make).to(device, dtype) for h in heads]
     alone = tw.ring(1), tw.contiguous(TOKENS, 1)
     expected = results(*alone, tensors, options)
     split = results(plan, layout, tensors, options)

@@ -234,10 +234,12 @@ def listed(numbers: Sequence[int] | Array) -> str:
 
 
 def formats(columns: Sequence[SumColumns]) -> str:
-    """Formats of sums as text: 3 digits of 12 bits of 64, 1 numbers."""
+    """Formats of sums as text: 2 digits of 24 bits of 64 numbers, ..."""
     return " and ".join(
-        f"{one.form.digits} digits of {one.form.digit_bits} bits of "
-        f"{', '.join(map(str, one.widths))} numbers"
+        ", ".join(
+            f"{form.digits} digits of {form.digit_bits} bits of {width} numbers"
+            for form, width in zip(one.forms, one.widths, strict=True)
+        )
         for one in columns
     )
 

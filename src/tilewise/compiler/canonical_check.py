@@ -56,6 +56,7 @@ from tilewise.compiler.placement import Departures
 from tilewise.compiler.resolved import CallShape
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Side
+from tilewise.plan.sums import SumColumns
 
 MOST_SHOWN = 8
 """Faults that an error lists."""
@@ -181,6 +182,11 @@ def _label(code: Code, number: int) -> str:
         if number < 0:
             return line.label
     return "added"
+
+
+def _as_short(columns: SumColumns) -> str:
+    """The name under which factors of sums that travel are drawn."""
+    return f"short {columns}"
 
 
 _Route = tuple[int, int, int]  # sender, receiver, lane; -1: exchanges of a team
@@ -340,7 +346,11 @@ class _Rank(ABC):
                 content.causes[...] = 0
             case Encode(source, target, field) | Decode(source, target, field):
                 numbers = source if isinstance(op, Encode) else target
-                if field.wire is not None or self._dtype(numbers) != field.dtype:
+                if self._dtype(numbers) != field.dtype:
+                    self._spoil(op, f"rounds {field.name} on its way")
+                elif isinstance(field.wire, SumColumns):
+                    self._recode(op, field.wire)
+                elif field.wire is not None:
                     self._spoil(op, f"rounds {field.name} on its way")
                 else:
                     view(target).write(view(source))
@@ -362,6 +372,33 @@ class _Rank(ABC):
         cause = cause if cause > UNWRITTEN else self._cause(reason)
         for ref in op.writes:
             self.memory.view(ref).causes[...] = cause
+
+    def _recode(self, op: Encode | Decode, columns: SumColumns) -> None:
+        """Write sums as they travel, or as they lie in memory: nothing is lost."""
+        sums, rows = (op.source, op.target) if isinstance(op, Encode) else (op.target, op.source)
+        self._check_short(rows, sums, columns)
+        whole, short = self.memory.view(sums), self._short(rows, self.code.shape(sums)[2])
+        ends = (whole, columns), (short, _as_short(columns))
+        (source, name), (target, other) = ends if isinstance(op, Encode) else ends[::-1]
+        found = read_values(source, name)
+        new = (
+            0
+            if found.whole.all()
+            else self._cause(f"sends what are no sums of {formats([columns])}")
+        )
+        causes = first_cause(found.causes, np.where(found.whole, 0, new).astype(np.int32))
+        write_values(target, other, found.values, causes)
+
+    def _short(self, ref: Ref, num_heads: int) -> Content:
+        """The units of sums as they travel, [rows, batch, heads, units]."""
+        return self.memory.view(ref).each(lambda x: x.reshape(*x.shape[:2], num_heads, -1))
+
+    def _check_short(self, rows: Ref, sums: Ref, columns: SumColumns) -> None:
+        """Raise ValueError unless bytes are those of as many sums as they travel."""
+        shape, found = self.code.shape(sums), self.code.shape(rows)
+        width = shape[2] * columns.row_bytes(columns.num_columns, columns.dtype)
+        if found != (*shape[:2], width) or self._dtype(rows) != "uint8":
+            raise ValueError(f"sums of {(*shape[:2], width)} bytes are read of {found}")
 
     def _copy(self, op: Copy) -> None:
         source, target = self.memory.view(op.source), self.memory.view(op.target)
@@ -505,12 +542,19 @@ class _PassRank(_Rank):
             self._spoil(op, "adds partial results as floating-point numbers, in its own order")
             return
         (source,), (target,) = op.sources, op.targets
-        if not self._fit((("sums", source), ("sums", target))):
+        sums = (target,) if op.short else (source, target)
+        if not self._fit([("sums", ref) for ref in sums]):
             self._spoil(op, "adds sums as numbers of another dtype")
             return
-        if op.rows is not None or self.code.shape(source) != self.code.shape(target):
+        if op.short:
+            self._check_short(source, target, op.columns)
+            content = self._short(source, self.code.shape(target)[2])
+            theirs = read_values(content, _as_short(op.columns))
+        else:
+            theirs = read_values(self.memory.view(source), op.columns)
+        if op.rows is not None or len({self.code.shape(ref) for ref in sums}) > 1:
             raise ValueError("sums are added to those of the same rows and heads")
-        theirs, mine = (read_values(self.memory.view(ref), op.columns) for ref in (source, target))
+        mine = read_values(self.memory.view(target), op.columns)
         causes, whole = first_cause(mine.causes, theirs.causes), mine.whole & theirs.whole
         if not whole.all():
             new = self._cause(f"adds what are no sums of {formats([op.columns])}")
@@ -547,8 +591,8 @@ class _PassRank(_Rank):
             why = self.terms.difference(side, wanted, at, found.values[tuple(at)])
             new = self._cause(f"finishes sums of which {why}")
             causes = first_cause(causes, np.where(wrong, new, 0).astype(np.int32))
-        if self.terms.most_terms(side) > op.columns.form.most_terms:
-            self._spoil(op, f"finishes sums of more than {op.columns.form.most_terms} terms")
+        if self.terms.most_terms(side) > op.columns.most_terms:
+            self._spoil(op, f"finishes sums of more than {op.columns.most_terms} terms")
             return
         for ref, spec in zip(op.targets, specs, strict=True):
             write_values(self.memory.view(ref), spec.name, values(spec.name, wanted), causes)

@@ -226,7 +226,7 @@ class Wait(NamedTuple):
     writes = property(lambda self: ())
 
 
-class Places(NamedTuple):
+class RowTables(NamedTuple):
     """Global positions of a kernel call's rows and keys, and its first query head and KV heads."""
 
     q_positions: Table
@@ -253,7 +253,7 @@ class Attend(NamedTuple):
     call: KernelCall
     operands: tuple[Ref, ...]
     results: tuple[Result, ...]
-    places: Places | None = None
+    places: RowTables | None = None
 
     @property
     def reads(self) -> tuple[Ref, ...]:
@@ -314,7 +314,7 @@ class Expand(NamedTuple):
     latents: Ref
     k: Ref
     v: Ref
-    places: Places
+    places: RowTables
     key: ExpandKey
     learns: bool
 
@@ -338,6 +338,7 @@ class Merge(NamedTuple):
 
     Attributes:
         columns: of binned sums, which are added as such; None: of other partials.
+        short: the sources are bytes of sums as they travel, [rows, batch, n].
         targets: of all rows that rows selects, in order.
         rows: the rows of targets to which the sources' belong; None: one after the other.
         scratch: room for these rows of targets, where rows are selected by a table.
@@ -349,6 +350,7 @@ class Merge(NamedTuple):
     rows: Table | None = None
     scratch: tuple[Ref, ...] = ()
     columns: SumColumns | None = None
+    short: bool = False
 
     reads = property(lambda self: (*self.sources, *self.targets))
     writes = property(lambda self: (*self.scratch, *self.targets))

@@ -37,11 +37,11 @@ from tilewise.compiler.code import (
     Line,
     Merge,
     Op,
-    Places,
     Post,
     Pull,
     Ref,
     Result,
+    RowTables,
     SumHeads,
     Table,
     TeamBytes,
@@ -55,11 +55,13 @@ from tilewise.compiler.lowering import lower
 from tilewise.compiler.placement import Departures, placed
 from tilewise.compiler.program import (
     LAUNCHES_IN_FLIGHT,
+    AttendTile,
     Await,
     Collect,
     Delta,
     Join,
     Launch,
+    MergeArrived,
     Operation,
     Pack,
     PackHeads,
@@ -70,8 +72,6 @@ from tilewise.compiler.program import (
     made_arenas,
     operations,
 )
-from tilewise.compiler.program import Attend as AttendTile
-from tilewise.compiler.program import Merge as MergeArrived
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.layout import Layout
 from tilewise.layouts.leaves import edges_of_sides
@@ -90,8 +90,7 @@ from tilewise.tiles.call_rows import (
     num_rows,
     span,
 )
-from tilewise.tiles.leaf_pairs import LeafPairs, leaf_pairs
-from tilewise.tiles.leaf_pairs import Side as LeafSide
+from tilewise.tiles.leaf_pairs import LeafPairs, LeafSide, leaf_pairs
 
 SMALL_BYTES = 2**20
 """Up to here a message costs more than a copy of it; beyond, copies are avoided."""
@@ -885,8 +884,18 @@ class _Generator:
                 self._take_in(transfer, fields)
 
     def _unpack(self, transfer: Transfer) -> None:
-        room = self._arriving_wires[transfer]
-        self._take_in(transfer, self._read(room, transfer.item[:2], str(transfer.item)))
+        room, part = self._arriving_wires[transfer], transfer.item[:2]
+        if self._is_short(part) and transfer not in self._left:  # added as they arrive
+            form = self._formats[part], self._payload.heads(part[0])
+            spec, rows = self._tensors[room.tensor], self._shape(room)[0]
+            arrived = self._columns(spec.buffer, spec.start, rows, form, str(transfer.item))
+            self._arrived[transfer] = tuple(arrived)
+            return
+        self._take_in(transfer, self._read(room, part, str(transfer.item)))
+
+    def _is_short(self, part: tuple[Side, Role]) -> bool:
+        """Return whether an item is sums that travel in fewer bits than they have in memory."""
+        return any(isinstance(field.wire, SumColumns) for field in self._formats[part].fields)
 
     def _take_in(self, transfer: Transfer, fields: dict[str, Ref]) -> None:
         item, _, _, rows = transfer
@@ -908,11 +917,13 @@ class _Generator:
 
     def _merge_arrived(self, transfer: Transfer, adds: bool) -> None:
         item, rows = transfer.item, transfer.rows
-        values = self._arrived.pop(transfer)
+        values, short = self._arrived.pop(transfer), self._is_short(item[:2])
         if not adds and rows is None and item not in self._unused:
             self._partials[item] = self._new_partial(item)
-            for source, target in zip(values, self._partials[item], strict=True):
-                self._ops.append(Copy(source, target))
+            fields = self._formats[item[:2]].fields
+            for source, target, field in zip(values, self._partials[item], fields, strict=True):
+                copied = Decode(source, target, field) if short else Copy(source, target)
+                self._ops.append(copied)
             return
         totals = self._made(item)
         for mine, here in _packed(rows or ((0, self._size(item)),)):
@@ -920,7 +931,8 @@ class _Generator:
             targets = [self._rows(x, mine) for x in totals]
             by_lse = not self._payload.backward and not self._payload.canonical
             columns = self._columns_of(item.side)
-            self._ops.append(Merge(tuple(sources), tuple(targets), by_lse, columns=columns))
+            ends = tuple(sources), tuple(targets)
+            self._ops.append(Merge(*ends, by_lse, columns=columns, short=short))
 
     def _fields_of_partial(self, side: Side) -> list[tuple[str, tuple[int, ...], float]]:
         """Return the tensors of a partial: name, heads and width, and the value that each has at
@@ -1152,7 +1164,7 @@ class _Generator:
             offset += rows
         return target
 
-    def _places(self, parts: CallParts[np.ndarray]) -> Places:
+    def _places(self, parts: CallParts[np.ndarray]) -> RowTables:
         """Return the positions of a call's rows, keys and heads in the whole attention."""
         q, k = (
             self._positions(layout, of)
@@ -1164,7 +1176,7 @@ class _Generator:
         if parts.kv_heads is not None:
             start = heads.start + parts.kv_heads.start
             heads = slice(start, start + parts.kv_heads.stop - parts.kv_heads.start)
-        return Places(Table.of(q), Table.of(k), first, (heads.start, heads.stop))
+        return RowTables(Table.of(q), Table.of(k), first, (heads.start, heads.stop))
 
     def _positions(self, layout: Layout, parts: Sequence[RowSelection[np.ndarray]]) -> np.ndarray:
         """Global positions of a call's rows of one side, in the order of the call."""
@@ -1177,7 +1189,7 @@ class _Generator:
         return positions
 
     def _expanded(
-        self, parts: CallParts[np.ndarray], kv: Sequence[Held], places: Places | None
+        self, parts: CallParts[np.ndarray], kv: Sequence[Held], places: RowTables | None
     ) -> tuple[Ref, ...]:
         """A call's keys and values, made of its latents."""
         assert places is not None

@@ -44,7 +44,7 @@ class Departures(NamedTuple):
     with_receives: bool
 
 
-class Span(NamedTuple):
+class Lifetime(NamedTuple):
     """Blocks of bytes of a buffer, and the ops from the first to the last that needs them."""
 
     start: int
@@ -74,7 +74,7 @@ def buffer_spans(
     buffers: Sequence[Buffer],
     ops: Sequence[Op],
     departs: Departures,
-) -> list[list[Span]]:
+) -> list[list[Lifetime]]:
     """Return for each buffer how long its parts are needed; nothing for buffers outside the
     workspace.
 
@@ -100,25 +100,25 @@ def buffer_spans(
             touch(ref, moment)
     for moment, ref in _departures(tensors, ops, departs):
         touch(ref, moment)
-    spans: list[list[Span]] = [[] for _ in buffers]
+    spans: list[list[Lifetime]] = [[] for _ in buffers]
     for number, first in begin.items():
         for (start, stop), end in zip(edges[number], ends[number], strict=True):
             if start < stop:
-                _add_span(spans[number], Span(start, stop, first, max(first, end)))
+                _add_span(spans[number], Lifetime(start, stop, first, max(first, end)))
     return spans
 
 
-def _add_span(spans: list[Span], span: Span) -> None:
+def _add_span(spans: list[Lifetime], span: Lifetime) -> None:
     """Add the next span of a buffer, in whole blocks; two spans share a block until both end."""
     start, stop = span.start // ALIGNMENT * ALIGNMENT, aligned(span.stop)
     if spans and spans[-1].stop > start:
         before = spans.pop()
         if before.start < start:
             spans.append(before._replace(stop=start))
-        spans.append(Span(start, before.stop, span.begin, max(before.end, span.end)))
+        spans.append(Lifetime(start, before.stop, span.begin, max(before.end, span.end)))
         start = before.stop
     if start < stop:
-        spans.append(Span(start, stop, span.begin, span.end))
+        spans.append(Lifetime(start, stop, span.begin, span.end))
 
 
 def _edges(buffer: Buffer) -> list[tuple[int, int]]:
@@ -176,7 +176,7 @@ def arrivals_with_bytes(tensors: Sequence[TensorSpec], post: Post) -> list[int]:
     return [n for n, one in received if 0 not in ref_shape(tensors[one.ref.tensor], one.ref)]
 
 
-def place(buffers: Sequence[Sequence[Span]]) -> tuple[list[int], int]:
+def place(buffers: Sequence[Sequence[Lifetime]]) -> tuple[list[int], int]:
     """The first byte of each buffer, such that bytes of one time do not overlap; bytes in all.
 
     A list of free ranges, of which the smallest that fits is taken; and, where that takes more than
@@ -190,7 +190,7 @@ def place(buffers: Sequence[Sequence[Span]]) -> tuple[list[int], int]:
     return best
 
 
-def _most_needed(buffers: Sequence[Sequence[Span]]) -> int:
+def _most_needed(buffers: Sequence[Sequence[Lifetime]]) -> int:
     changes: Counter[int] = Counter()
     for span in (span for spans in buffers for span in spans):
         changes[span.begin] += span.stop - span.start
@@ -198,11 +198,11 @@ def _most_needed(buffers: Sequence[Sequence[Span]]) -> int:
     return max(accumulate(changes[moment] for moment in sorted(changes)), default=0)
 
 
-def _size(spans: Sequence[Span]) -> int:
+def _size(spans: Sequence[Lifetime]) -> int:
     return spans[-1].stop if spans else 0
 
 
-def _by_free_ranges(buffers: Sequence[Sequence[Span]]) -> tuple[list[int], int]:
+def _by_free_ranges(buffers: Sequence[Sequence[Lifetime]]) -> tuple[list[int], int]:
     offsets, total = [0] * len(buffers), 0
     free: list[tuple[int, int]] = []  # in order of place, neighbours joined
     ending: list[tuple[int, int, int]] = []  # last op, first and last byte
@@ -242,7 +242,7 @@ def _give_back(free: list[tuple[int, int]], start: int, stop: int) -> None:
     free[at] = start, stop
 
 
-def _by_size(buffers: Sequence[Sequence[Span]]) -> tuple[list[int], int]:
+def _by_size(buffers: Sequence[Sequence[Lifetime]]) -> tuple[list[int], int]:
     offsets, total = [0] * len(buffers), 0
     # begin, end, first and last byte of what is placed
     lives, num_placed = np.empty((sum(map(len, buffers)), 4), np.int64), 0

@@ -209,7 +209,7 @@ class Unpack(NamedTuple):
         return f"{'decode' if self.decodes else 'unpack'} {self.transfer.arrival()}"
 
 
-class Merge(NamedTuple):
+class MergeArrived(NamedTuple):
     """Add a partial that has arrived to what is here of it.
 
     Attributes:
@@ -223,7 +223,7 @@ class Merge(NamedTuple):
         return f"merge {self.transfer.arrival()}"
 
 
-class Attend(NamedTuple):
+class AttendTile(NamedTuple):
     """Compute a tile into this rank's partials, with what its kernel calls copy and merge.
 
     Attributes:
@@ -253,7 +253,7 @@ class Collect(NamedTuple):
 
 
 Operation: TypeAlias = (
-    Delta | Join | Pack | PackHeads | Launch | Await | Unpack | Merge | Attend | Collect
+    Delta | Join | Pack | PackHeads | Launch | Await | Unpack | MergeArrived | AttendTile | Collect
 )
 
 
@@ -373,7 +373,7 @@ class _Writer:
         yield Await(handle, launch.step, transfers, indices, tuple(left))
         yield from after
 
-    def _merge(self, transfer: Transfer, encodes: bool) -> Merge | None:
+    def _merge(self, transfer: Transfer, encodes: bool) -> MergeArrived | None:
         """None: the partial is the first of all its rows, and left where it arrived."""
         item, adds = transfer.item, transfer.item in self._partials
         self._partials.add(item)
@@ -382,7 +382,7 @@ class _Writer:
         converts = not encodes and any(field.dtype != kept for field in fields)
         in_arena = item._replace(role=Role.OPERAND) in self._joined
         moves = adds or converts or in_arena or transfer.rows is not None
-        return Merge(transfer, adds) if moves else None
+        return MergeArrived(transfer, adds) if moves else None
 
     def attend(self, tile: Tile) -> Operation:
         partials = [
@@ -393,7 +393,7 @@ class _Writer:
         ]
         adds = tuple(item for item in partials if item in self._partials)
         self._partials.update(partials)
-        return Attend(tile, adds)
+        return AttendTile(tile, adds)
 
 
 def made_arenas(program: Program, payload: Payload) -> tuple[tuple[Item, ...], ...]:

@@ -201,7 +201,7 @@ class _Step:
             dtype = accumulator_dtype(self._queries.dtype)
             out, lse = self._call(self._reads[0])
             return out.to(dtype), lse
-        out, lse = no_keys(self._queries, self._cached[1], accumulator_dtype(self._queries.dtype))
+        out, lse = no_keys(self._queries, self._cached[1])
         for read in self._reads:
             self._take_in(read, (out, lse), self._call(read))
         return out, lse
@@ -210,10 +210,8 @@ class _Step:
         """Add a call's results to its rows, sequences and heads."""
         heads = read.q_heads or slice(None)
         for first, (start, stop) in _offsets(read.call.q):
-            place, here = (
-                (slice(start, stop), read.sequences, heads),
-                slice(first, first + stop - start),
-            )
+            place = (slice(start, stop), read.sequences, heads)
+            here = slice(first, first + stop - start)
             (out, lse), (new_out, new_lse) = (x[place] for x in partials), (x[here] for x in values)
             if len(self._queries) == 1:  # nothing is there yet: one call has all its keys
                 out.copy_(new_out)

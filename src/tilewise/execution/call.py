@@ -24,7 +24,7 @@ from tilewise.masks.base import Mask
 from tilewise.opaque import OpaqueValue
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import RecentValues
-from tilewise.transport.agreement import Kind
+from tilewise.transport.agreement import CallKind
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import Group
 from tilewise.wires.wire import AnyWire
@@ -166,7 +166,7 @@ class KeptForCalls(NamedTuple):
     """Values that are made once for all calls that are resolved alike."""
 
     codes: RecentValues[Hashable, Any]  # of passes, bound
-    kinds: dict[bool, Kind]  # what ranks compare before each pass, by whether backward
+    kinds: dict[bool, CallKind]  # what ranks compare before each pass, by whether backward
 
 
 class ResolvedCall(NamedTuple):

@@ -174,10 +174,7 @@ def resolve(
     kernel = _kernel(call, q, max(head_dim, v_head_dim), scores.needs, square)
     reason = why_not_canonical(kernel, q.device.type) if canonical else None
     if reason is not None:
-        raise ValueError(
-            f"kernel {kernel.name!r} cannot serve reduction='canonical': {reason}; on the CPU "
-            "'cpu' and 'reference' can"
-        )
+        raise ValueError(f"kernel {kernel.name!r} cannot serve reduction='canonical': {reason}")
     given = passes, scores, call.prune, kernel
     return ResolvedCall(*given, expansion=expansion, q_leaves=q_leaves, kv_leaves=kv_leaves)
 
@@ -212,8 +209,11 @@ def resolved_wires(call: Call, dtype: str) -> Wires:
 def _kernel(call: Call, q: Tensor, head_dim: int, needs: tuple[str, ...], square: bool) -> Kernel:
     """The one that the call names, or else the first choice of the device."""
     asked = q.device.type, q.dtype, head_dim
-    if call.kernel is not None:
-        return serving_kernel(call.kernel, *asked, backward=call.needs_grad, needs=needs)
+    named = call.kernel
+    if named is None and call.reduction == "canonical" and q.device.type == "cuda":
+        named = "triton"
+    if named is not None:
+        return serving_kernel(named, *asked, backward=call.needs_grad, needs=needs)
     use = use_of(q.device, call.mask, int(q.shape[-3]), square=square)
     return kernel_for(*asked, use, needs)
 

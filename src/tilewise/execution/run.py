@@ -26,6 +26,7 @@ from tilewise.kernels.canonical import (
     finish_attention,
     finish_gradients,
     merge_columns,
+    merge_short,
     row_sum,
 )
 from tilewise.kernels.protocol import (
@@ -517,7 +518,8 @@ class BoundCode:
         columns = op.columns
         if columns is not None:
             into, other = self._number(op.targets[0]), self._number(op.sources[0])
-            return lambda t, _: merge_columns(t[into], t[other], columns)
+            merge = merge_short if op.short else merge_columns
+            return lambda t, _: merge(t[into], t[other], columns)
         sources, targets = [*map(self._number, op.sources)], [*map(self._number, op.targets)]
         rows, scratch = self._table(op.rows), [*map(self._number, op.scratch)]
         pairs = [*zip(sources, targets, strict=True)]

@@ -43,7 +43,7 @@ from tilewise.masks.sequences import Growing
 from tilewise.masks.tables import Blocks, PerHead, Slices
 from tilewise.opaque import OpaqueType
 from tilewise.plan.ir import Plan
-from tilewise.transport.agreement import PASS, Kind, agreement_of
+from tilewise.transport.agreement import PASS, CallKind, agreement_of
 from tilewise.transport.cooperative_threads import DeadlockError
 from tilewise.transport.lost_rank import LostRankError
 from tilewise.transport.protocol import Transport
@@ -167,13 +167,13 @@ def _explain(error: Exception, call: Call) -> None:
         )
 
 
-def _kind(problem: ResolvedCall, q: Tensor, call: Call, backward: bool) -> Kind:
+def _kind(problem: ResolvedCall, q: Tensor, call: Call, backward: bool) -> CallKind:
     """Return the kind of call that ranks compare before a pass."""
     kinds = {} if problem.kept is None else problem.kept.kinds
     kind = kinds.get(backward)
     if kind is None:
         fields = agreement_fields(problem, q, call)
-        kind = kinds[backward] = Kind({**fields, PASS: "backward"} if backward else fields)
+        kind = kinds[backward] = CallKind({**fields, PASS: "backward"} if backward else fields)
     return kind
 
 

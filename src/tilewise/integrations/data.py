@@ -286,12 +286,15 @@ def _inputs(
     input_ids: Tensor,
     labels: tuple[Tensor, Tensor] | None = None,
 ) -> Inputs:
-    """Inputs from a rank's rows [batch, num_rows]; labels: shifted ones, and how many count."""
+    """Inputs from a rank's rows [batch, num_rows]; labels: shifted ones, and how many count.
+
+    Position ids are where the input ids are, as a model reads both; boundaries are the host's.
+    """
     position_ids = torch.from_numpy(lengths.position_ids(cu_seqlens)[layout.rows(rank)])
     boundaries = torch.tensor(cu_seqlens, dtype=torch.int32)
     longest = int(boundaries.diff().max())
     padding = 0 if layout.size(rank) else 1
-    inputs = {"input_ids": input_ids, "position_ids": position_ids[None]}
+    inputs = {"input_ids": input_ids, "position_ids": position_ids[None].to(input_ids.device)}
     if labels is not None:
         inputs["labels"] = labels[0]
     inputs = {

@@ -226,7 +226,8 @@ class _SplitModel:
         validate: Validate,
         known: ModelSplit | None,
     ):
-        self.name, self.strategy, self.known = name, strategy, known
+        self.name, self.known = name, known
+        self.strategy: Literal["auto"] | Plan = strategy
         self.validate: Validate = validate
         self.transport = transport_for(group)
         self.rank, self.world_size = self.transport.rank, self.transport.world_size
@@ -449,13 +450,12 @@ class _SplitModel:
 
     def _cp(self, layout: Layout) -> ContextParallel:
         def make() -> ContextParallel:
-            num_tokens, strategy = layout.num_tokens, self.strategy
-            given: dict[str, Any] = {
-                "num_tokens": num_tokens,
-                "layout": layout,
-                "strategy": strategy,
-            }
-            return ContextParallel(self.transport, **given)
+            return ContextParallel(
+                self.transport,
+                num_tokens=layout.num_tokens,
+                strategy=self.strategy,
+                layout=layout,
+            )
 
         return self._cps.get(layout, make)
 

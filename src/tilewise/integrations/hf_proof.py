@@ -22,6 +22,7 @@ from torch import Tensor
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED, shard_inputs
 from tilewise.integrations.hf_shrink import NUM_TOKENS, VOCABULARY, shrunk
+from tilewise.integrations.hf_states import without_kernels
 from tilewise.layouts.layout import contiguous, zigzag
 from tilewise.masks.base import Causal
 from tilewise.strategies.all_gather import all_gather
@@ -193,7 +194,8 @@ def _run(subject: ModelUnderTest, model: Any, cp: ContextParallel | None) -> Rec
                 total = total + _weighed(x, rows, span if cp is None else cp, make)
         return total
 
-    return run_model(model, loss, ModelRun())
+    with without_kernels(model):
+        return run_model(model, loss, ModelRun())
 
 
 def _apart(ids: Tensor, labels: Tensor | None, documents: tuple[int, ...]) -> list[dict[str, Any]]:

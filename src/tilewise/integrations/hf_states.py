@@ -39,7 +39,7 @@ CACHES = ("past_key_values", "cache", "cache_params")  # names of a model's cach
 RECURRENCE, LIGHTNING = "_rnn_scan", "get_slope_rate"
 
 
-class Split(NamedTuple):
+class SplitTokens(NamedTuple):
     """The split of a layer's tokens: over which ranks, and boundaries of their documents."""
 
     cp: ContextParallel
@@ -54,99 +54,43 @@ class _State(threading.local):
         layer: the split of the layer in progress.
         open: what ends with each hooked module in progress, the innermost last.
         kernels: what stands for functions of layers while these are only measured, by name.
+        torch_code: whether layers call transformers' torch code where a kernel is installed.
     """
 
     def __init__(self) -> None:
         self.model: tuple[LayerMask, Any] | None = None
-        self.layer: Split | None = None
+        self.layer: SplitTokens | None = None
         self.open: list[ExitStack] = []
         self.kernels: Mapping[str, Callable[..., Any]] = {}
+        self.torch_code = False
 
 
 _state = _State()
 
 
 def _convolution(
-    split: Split,
+    cp: ContextParallel,
+    cu_seqlens: tuple[int, ...],
     _: Any,
+    /,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    **__: Any,
 ) -> Tensor:
     from transformers.activations import ACT2FN
 
     activations = ACT2FN.__getitem__
-    return state_rules.convolution(*split, x, weight, bias, activation, activations)
+    return state_rules.convolution(cp, cu_seqlens, x, weight, bias, activation, activations)
 
 
-def _delta_rule(  # noqa: PLR0913 - as layers call it
-    split: Split,
-    rule: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    **__: Any,
-) -> tuple[Tensor, None]:
-    given: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-    given |= {} if chunk_size is None else {"chunk_size": chunk_size}
-    return state_rules.delta_rule(*split, rule, query, key, value, g, beta, **given), None
-
-
-def _state_space(  # noqa: PLR0913 - as layers call it
-    split: Split,
-    scan: Callable[..., Any],
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,  # noqa: N803 - as layers pass it
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    **__: Any,
-) -> Tensor:
-    given: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    given |= {"z": z, "D": D, "chunk_size": chunk_size}
-    return state_rules.state_space(*split, scan, x, dt, a, b, c, **given)
-
-
-def _selective_scan(  # noqa: PLR0913 - as layers call it
-    split: Split,
-    scan: Callable[..., Any],
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    D: Tensor | None = None,  # noqa: N803 - as layers pass it
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    use_mambapy: bool = False,
-    use_associative_scan: bool = False,
-    **__: Any,
-) -> Tensor:
-    given: dict[str, Any] = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
-    given |= {"use_mambapy": use_mambapy, "use_associative_scan": use_associative_scan}
-    return state_rules.selective_scan(*split, scan, x, dt, a, b, c, d=D, z=z, **given)
-
-
-def _declined(*_: Any, **__: Any) -> None:
+def _declined(*_: Any) -> None:
     """A kernel that takes convolution, scan and projections in one: layers go on without it."""
 
 
 def _refused(name: str) -> Callable[..., Any]:
-    def refuse_step(split: Split, *_: Any, **__: Any) -> None:
-        refuse(split.cp, f"{name} runs one token from a cache; a split model runs without one")
+    def refuse_step(cp: ContextParallel, *_: Any) -> None:
+        refuse(cp, f"{name} runs one token from a cache; a split model runs without one")
 
     return refuse_step
 
@@ -154,10 +98,10 @@ def _refused(name: str) -> Callable[..., Any]:
 FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "causal_conv1d_fn": _convolution,
-        "torch_chunk_gated_delta_rule": _delta_rule,
-        "chunk_kimi_delta_attention": _delta_rule,
-        "mamba2_chunk_scan": _state_space,
-        "mamba_selective_scan": _selective_scan,
+        "torch_chunk_gated_delta_rule": state_rules.delta_rule,
+        "chunk_kimi_delta_attention": state_rules.delta_rule,
+        "mamba2_chunk_scan": state_rules.state_space,
+        "mamba_selective_scan": state_rules.selective_scan,
         "mamba2_split_conv1d_scan_combined": _declined,
         "mamba_inner_fn": _declined,
         **{
@@ -260,6 +204,22 @@ def kernels_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None
         _state.kernels = before
 
 
+@contextmanager
+def without_kernels(model: nn.Module) -> Iterator[None]:
+    """A model's layers with a state call transformers' torch code in this thread, where kernels are
+    installed too: those take no tensors of the CPU.
+    """
+    before, _state.torch_code = _state.torch_code, True
+    try:
+        with ExitStack() as stack:
+            for layer in state_layers(model):
+                for module, names in _called(type(layer)):
+                    stack.enter_context(_REPLACED.names(module, names))
+            yield
+    finally:
+        _state.torch_code = before
+
+
 def split_all_calls(model: Any, base: Any, cp: ContextParallel, name: str) -> None:
     """Make each call of a model run its layers with a state over cp, as its attention.
 
@@ -357,14 +317,22 @@ _REPLACED = _Replaced()
 
 
 def _ours(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    parameters = inspect.signature(FUNCTIONS.get(name, function)).parameters.values()
+    keywords = {x.name for x in parameters if x.kind is not x.POSITIONAL_ONLY}
+
     @wraps(function)
     def run(*args: Any, **given: Any) -> Any:
         if name == MAKES_MASK and _state.model is not None:
             return _state.model[0]
-        if name != MAKES_MASK and _state.layer is not None:
-            kernel = _state.kernels.get(name, function)
-            return FUNCTIONS[name](_state.layer, kernel, *args, **given)
-        return function(*args, **given)
+        if name == MAKES_MASK:
+            return function(*args, **given)
+        # what chooses between a kernel and torch code, in transformers, wraps the latter
+        called = inspect.unwrap(function) if _state.torch_code else function
+        if _state.layer is not None:
+            kernel = _state.kernels.get(name, called)
+            taken = {key: x for key, x in given.items() if key in keywords}
+            return FUNCTIONS[name](*_state.layer, kernel, *args, **taken)
+        return called(*args, **given)
 
     return run
 
@@ -388,7 +356,7 @@ def _before_layer(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) -> A
         return None
     stack.callback(setattr, _state, "layer", outer)
     assert masks[0].cu_seqlens is not None
-    _state.layer = Split(masks[0].cp, masks[0].cu_seqlens)
+    _state.layer = SplitTokens(masks[0].cp, masks[0].cu_seqlens)
     for module, names in _called(type(layer)):
         stack.enter_context(_REPLACED.names(module, names))
     _replace_parts(layer, _state.layer, stack)
@@ -412,7 +380,7 @@ def _has_parts(layer: nn.Module) -> bool:
     return hasattr(layer, LIGHTNING) or any(hasattr(part, RECURRENCE) for part in layer.children())
 
 
-def _replace_parts(layer: Any, split: Split, stack: ExitStack) -> None:
+def _replace_parts(layer: Any, split: SplitTokens, stack: ExitStack) -> None:
     """Replace methods of a layer's parts until the layer ends."""
 
     def replace(part: Any, name: str, own: Callable[..., Any]) -> None:
@@ -446,7 +414,7 @@ def _kept(forward: Callable[[Tensor], Tensor], results: list[Tensor]) -> Callabl
 
 
 def _lightning(
-    split: Split,
+    split: SplitTokens,
     layer: Any,
     norm: Callable[[Tensor], Tensor],
     projected: list[Tensor],
@@ -465,17 +433,17 @@ def _lightning(
     return norm(state_rules.lightning(*split, out, q, k, v, slopes).flatten(2))
 
 
-def _convolution_of(split: Split, part: nn.Conv1d, x: Tensor) -> Tensor:
+def _convolution_of(split: SplitTokens, part: nn.Conv1d, x: Tensor) -> Tensor:
     """A causal convolution by a module, of which the layer keeps the first columns."""
     (width,) = part.kernel_size
     plain = part.groups == part.in_channels == part.out_channels, part.stride, part.dilation
     if plain != (True, (1,), (1,)) or part.padding != (width - 1,):
         refuse(split.cp, f"{part} must be a causal convolution of each channel alone")
-    return _convolution(split, None, x, part.weight.squeeze(1), part.bias)
+    return _convolution(*split, None, x, part.weight.squeeze(1), part.bias)
 
 
 def _recurrence(
-    split: Split,
+    split: SplitTokens,
     scan: Callable[..., Any],
     hidden_states: Tensor,
     recurrent_gate: Tensor,

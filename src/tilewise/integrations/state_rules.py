@@ -9,6 +9,7 @@ and what that adds to the piece's results is linear in it. Nothing here knows of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,21 @@ def local_pieces(cp: ContextParallel, cu_seqlens: CuSeqlens) -> list[LocalPiece]
     return pieces
 
 
+class PieceScan(NamedTuple):
+    """A rule's results on one piece, and what the state before it changes.
+
+    Attributes:
+        out: as if the state before were 0.
+        state, decay: S -> decay * S + state (decay @ S with matrices) over the piece.
+        read: from the state before to what it adds to out; None: nothing.
+    """
+
+    out: Tensor
+    state: Tensor
+    decay: Tensor
+    read: Callable[[Tensor], Tensor] | None
+
+
 def convolution(  # noqa: PLR0913 - the arguments of causal_conv1d_fn, and the split
     cp: ContextParallel,
     cu_seqlens: CuSeqlens,
@@ -67,13 +83,16 @@ def delta_rule(  # noqa: PLR0913 - what a delta rule reads, and the split
     cp: ContextParallel,
     cu_seqlens: CuSeqlens,
     rule: Rule,
+    /,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    **options: Any,
-) -> Tensor:
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, None]:
     """A gated delta rule, S_t = (I - b_t k_t k_t^T) diag(exp(g_t)) S_{t-1} + b_t k_t v_t^T.
 
     A piece that another one precedes is run once, with k_dim more columns of values: these are 0
@@ -87,17 +106,20 @@ def delta_rule(  # noqa: PLR0913 - what a delta rule reads, and the split
         v: [batch, rows, heads, v_dim]; results are as v.
         g: logarithms of decays, [batch, rows, heads], or [batch, rows, heads, k_dim].
         beta: [batch, rows, heads].
-        options: of the rule.
+        use_qk_l2norm_in_kernel, chunk_size: of the rule.
+    Returns:
+        Results, and None for the last state.
     """
     pieces = local_pieces(cp, cu_seqlens)
     batch, heads, sizes = len(v), v.shape[2], (k.shape[3], v.shape[3])
     dtype = torch.promote_types(v.dtype, torch.float32)
-    given = {"output_final_state": True, **options}
+    given: dict[str, Any] = {"output_final_state": True}
+    given |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+    given |= {} if chunk_size is None else {"chunk_size": chunk_size}
     if not pieces:
         out, _ = rule(q, k, v, g=g, beta=beta, initial_state=None, **given)
-        return _padding(out, cp, cu_seqlens, dtype, (batch, heads, *sizes), sizes[0])
-    outs, reads = list[Tensor](), list[Tensor | None]()
-    maps, states = list[Tensor](), list[Tensor]()
+        return _padding(out, cp, cu_seqlens, dtype, (batch, heads, *sizes), sizes[0]), None
+    scans = list[PieceScan]()
     for rows, is_first in pieces:
         q1, k1, v1, g1, beta1 = (x[:, rows] for x in (q, k, v, g, beta))
         if is_first:
@@ -110,31 +132,27 @@ def delta_rule(  # noqa: PLR0913 - what a delta rule reads, and the split
             out, state = rule(q1, k1, wide, g=g1, beta=beta1, initial_state=start, **given)
             out, read = out.split([sizes[1], sizes[0]], -1)
             state, matrix = state.split([sizes[1], sizes[0]], -1)
-        outs.append(out)
-        reads.append(read)
-        maps.append(matrix.to(dtype))
-        states.append(state.to(dtype))
-    before = cp.scan(
-        torch.stack(maps), torch.stack(states), matrix=True, cu_seqlens=cu_seqlens, dim=0
-    )
-    return _added(outs, before, [_reading(read, "bthk,bhkv->bthv") for read in reads])
+        reading = _reading(read, "bthk,bhkv->bthv")
+        scans.append(PieceScan(out, state.to(dtype), matrix.to(dtype), reading))
+    return _joined(cp, cu_seqlens, scans, matrix=True), None
 
 
 def state_space(  # noqa: PLR0913 - the arguments of the scan, and the split
     cp: ContextParallel,
     cu_seqlens: CuSeqlens,
     scan: Rule,
+    /,
     x: Tensor,
     dt: Tensor,
     a: Tensor,
     b: Tensor,
     c: Tensor,
-    *,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_limit: tuple[float, float],
-    z: Tensor | None,
-    **options: Any,
+    chunk_size: int,
+    D: Tensor | None = None,  # noqa: N803 - as layers pass it
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, inf),
 ) -> Tensor:
     """Mamba2's scan, S_t = exp(dt_t a) S_{t-1} + dt_t x_t b_t^T, out_t = S_t c_t.
 
@@ -144,14 +162,14 @@ def state_space(  # noqa: PLR0913 - the arguments of the scan, and the split
         dt: [batch, rows, heads], before its bias and softplus.
         a: [heads].
         b, c: [batch, rows, groups, state_dim]; heads of a group follow one another.
+        chunk_size, D: of the scan.
         z: as x, a gate of the results, or None.
-        options: of the scan.
     """
     pieces = local_pieces(cp, cu_seqlens)
     heads, dtype = x.shape[2], torch.promote_types(x.dtype, torch.float32)
     shape = len(x), heads, x.shape[3], b.shape[3]
     given = {"return_final_states": True, "dt_bias": dt_bias, "dt_softplus": dt_softplus}
-    given |= {"dt_limit": dt_limit, **options}
+    given |= {"dt_limit": dt_limit, "chunk_size": chunk_size, "D": D}
 
     def run(rows: slice) -> tuple[Tensor, Tensor]:
         return scan(x[:, rows], dt[:, rows], a, b[:, rows], c[:, rows], **given)
@@ -163,19 +181,14 @@ def state_space(  # noqa: PLR0913 - the arguments of the scan, and the split
     steps = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
     rates = steps.to(dtype) * a.to(dtype)
-    outs, readings = list[Tensor](), list[Callable[[Tensor], Tensor] | None]()
-    decays, states = list[Tensor](), list[Tensor]()
+    scans = list[PieceScan]()
     for rows, is_first in pieces:
         out, state = run(rows)
         passed = rates[:, rows].cumsum(1).exp()
-        outs.append(out)
-        states.append(state.to(dtype))
-        decays.append(passed[:, -1, :, None, None])
         by_head = c[:, rows].to(dtype).repeat_interleave(heads // c.shape[2], 2)
-        read = None if is_first else by_head * passed[..., None]
-        readings.append(_reading(read, "bthn,bhpn->bthp"))
-    before = cp.scan(torch.stack(decays), torch.stack(states), cu_seqlens=cu_seqlens, dim=0)
-    out = _added(outs, before, readings)
+        reading = _reading(None if is_first else by_head * passed[..., None], "bthn,bhpn->bthp")
+        scans.append(PieceScan(out, state.to(dtype), passed[:, -1, :, None, None], reading))
+    out = _joined(cp, cu_seqlens, scans)
     return out if z is None else out * F.silu(z)
 
 
@@ -183,17 +196,18 @@ def selective_scan(  # noqa: PLR0913 - the arguments of the scan, and the split
     cp: ContextParallel,
     cu_seqlens: CuSeqlens,
     scan: Rule,
+    /,
     x: Tensor,
     dt: Tensor,
     a: Tensor,
     b: Tensor,
     c: Tensor,
-    *,
-    d: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    delta_softplus: bool,
-    **options: Any,
+    D: Tensor | None = None,  # noqa: N803 - as layers pass it
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    use_mambapy: bool = False,
+    use_associative_scan: bool = False,
 ) -> Tensor:
     """Mamba's scan, S_t = exp(dt_t a) S_{t-1} + dt_t x_t b_t^T of each channel, out_t = S_t c_t.
 
@@ -206,9 +220,9 @@ def selective_scan(  # noqa: PLR0913 - the arguments of the scan, and the split
         dt: as x, before its bias and softplus.
         a: [channels, state_dim].
         b, c: [batch, state_dim, rows].
-        d: [channels], or None.
+        D: [channels], or None.
         z: as x, a gate of the results, or None.
-        options: of the scan.
+        use_mambapy, use_associative_scan: of the scan.
     """
     pieces = local_pieces(cp, cu_seqlens)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -223,6 +237,7 @@ def selective_scan(  # noqa: PLR0913 - the arguments of the scan, and the split
             F.pad(y[:, :, rows].to(dtype), (0, state_dim)).contiguous() for y in (x, steps, b)
         )
         c1 = torch.cat([c[:, :, rows].to(dtype), identity], 2)
+        options = {"use_mambapy": use_mambapy, "use_associative_scan": use_associative_scan}
         out = scan(x1, steps1, a.to(dtype), b1, c1, **options)
         return out[:, :, :-state_dim], out[:, :, -state_dim:]
 
@@ -244,18 +259,13 @@ def selective_scan(  # noqa: PLR0913 - the arguments of the scan, and the split
         out, _ = run(slice(None))
         out = _padding(out.transpose(1, 2), cp, cu_seqlens, dtype, shape).transpose(1, 2)
     else:
-        outs, readings = list[Tensor](), list[Callable[[Tensor], Tensor] | None]()
-        decays, states = list[Tensor](), list[Tensor]()
+        scans = list[PieceScan]()
         for rows, is_first in pieces:
-            out, state = run(rows)
-            outs.append(out)
-            states.append(state)
-            decays.append((steps[:, :, rows].sum(2)[..., None] * a.to(dtype)).exp())
-            readings.append(None if is_first else reading(rows))
-        before = cp.scan(torch.stack(decays), torch.stack(states), cu_seqlens=cu_seqlens, dim=0)
-        out = _added(outs, before, readings, 2)
-    if d is not None:
-        out = out + x * d[:, None]
+            decay = (steps[:, :, rows].sum(2)[..., None] * a.to(dtype)).exp()
+            scans.append(PieceScan(*run(rows), decay, None if is_first else reading(rows)))
+        out = _joined(cp, cu_seqlens, scans, dim=2)
+    if D is not None:
+        out = out + x * D[:, None]
     return (out if z is None else out * F.silu(z)).to(x.dtype)
 
 
@@ -279,17 +289,13 @@ def recurrence(
     if not pieces:
         out, _ = scan(x, gate, reset)
         return _padding(out, cp, cu_seqlens, dtype, (len(x), x.shape[2]))
-    outs, readings = list[Tensor](), list[Callable[[Tensor], Tensor] | None]()
-    decays, states = list[Tensor](), list[Tensor]()
+    scans = list[PieceScan]()
     for rows, is_first in pieces:
         out, state = scan(x[:, rows], gate[:, rows], reset[:, rows])
         passed = (gate[:, rows] * ~reset[:, rows]).to(dtype).cumprod(1)
-        outs.append(out)
-        states.append(state.to(dtype))
-        decays.append(passed[:, -1])
-        readings.append(None if is_first else _reading(passed, "btc,bc->btc"))
-    before = cp.scan(torch.stack(decays), torch.stack(states), cu_seqlens=cu_seqlens, dim=0)
-    return _added(outs, before, readings)
+        reading = _reading(None if is_first else passed, "btc,bc->btc")
+        scans.append(PieceScan(out, state.to(dtype), passed[:, -1], reading))
+    return _joined(cp, cu_seqlens, scans)
 
 
 def lightning(  # noqa: PLR0913 - what the layer has, and the split
@@ -318,24 +324,20 @@ def lightning(  # noqa: PLR0913 - what the layer has, and the split
     if not pieces:
         return _padding(out, cp, cu_seqlens, dtype, (batch, heads, *sizes))
     rates = slopes.to(dtype)
-    state = v.new_zeros((batch, heads, *sizes), dtype=dtype)
-    taken, decays, states = [state], list[Tensor](), list[Tensor]()
+    taken = [v.new_zeros((batch, heads, *sizes), dtype=dtype)]
+    scans = list[PieceScan]()
     for rows, _ in pieces:
-        k1, v1 = k[:, rows].to(dtype), v[:, rows].to(dtype)
-        left = torch.arange(k1.shape[1] - 1, -1, -1, device=k.device)
+        q1, k1, v1 = (x[:, rows].to(dtype) for x in (q, k, v))
+        count = q1.shape[1]
+        left = torch.arange(count - 1, -1, -1, device=k.device)
         kept = (-rates * left[:, None]).exp()[..., None]
-        states.append(torch.einsum("bthk,bthv->bhkv", k1 * kept, v1))
-        decays.append((-rates * k1.shape[1]).exp()[:, None, None].expand(batch, -1, 1, 1))
-        taken.append(decays[-1] * taken[-1] + states[-1])
-    before = cp.scan(torch.stack(decays), torch.stack(states), cu_seqlens=cu_seqlens, dim=0)
-    outs, readings = list[Tensor](), list[Callable[[Tensor], Tensor] | None]()
-    for rows, _ in pieces:
-        q1 = q[:, rows].to(dtype)
-        passed = torch.arange(1, q1.shape[1] + 1, device=q.device)
-        read = q1 * (-rates * passed[:, None]).exp()[..., None]
-        outs.append(out[:, rows])
-        readings.append(_reading(read, "bthk,bhkv->bthv"))
-    return _added(outs, before - torch.stack(taken[:-1]), readings)
+        state = torch.einsum("bthk,bthv->bhkv", k1 * kept, v1)
+        decay = (-rates * count).exp()[:, None, None].expand(batch, -1, 1, 1)
+        passed = torch.arange(1, count + 1, device=q.device)
+        reading = _reading(q1 * (-rates * passed[:, None]).exp()[..., None], "bthk,bhkv->bthv")
+        scans.append(PieceScan(out[:, rows], state, decay, reading))
+        taken.append(decay * taken[-1] + state)
+    return _joined(cp, cu_seqlens, scans, taken=taken[:-1])
 
 
 def _reading(read: Tensor | None, equation: str) -> Callable[[Tensor], Tensor] | None:
@@ -345,23 +347,31 @@ def _reading(read: Tensor | None, equation: str) -> Callable[[Tensor], Tensor] |
     return lambda state: torch.einsum(equation, read.to(state.dtype), state)
 
 
-def _added(
-    outs: Sequence[Tensor],
-    before: Tensor,
-    readings: Sequence[Callable[[Tensor], Tensor] | None],
+def _joined(
+    cp: ContextParallel,
+    cu_seqlens: CuSeqlens,
+    scans: Sequence[PieceScan],
+    *,
+    matrix: bool = False,
     dim: int = 1,
+    taken: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Results of all pieces with what the states before them add.
+    """Results of all pieces, along dim, with what the states before them add.
 
     Args:
-        before: [pieces, ...]; it always takes part, for the other ranks' sake: its backward pass
-            is theirs, too.
+        taken: the states that the results were computed with; None: 0.
     """
+    decays = torch.stack([scan.decay for scan in scans])
+    states = torch.stack([scan.state for scan in scans])
+    before = cp.scan(decays, states, matrix=matrix, cu_seqlens=cu_seqlens, dim=0)
+    if taken is not None:
+        before = before - torch.stack(list(taken))
     rows = [
-        out if read is None else (out + read(state)).to(out.dtype)
-        for out, read, state in zip(outs, readings, before, strict=True)
+        scan.out if scan.read is None else (scan.out + scan.read(state)).to(scan.out.dtype)
+        for scan, state in zip(scans, before, strict=True)
     ]
-    return torch.cat(rows, dim) + before[:0].sum().to(outs[0].dtype)
+    # The states always take part, for the other ranks' sake: their backward pass is theirs, too.
+    return torch.cat(rows, dim) + before[:0].sum().to(rows[0].dtype)
 
 
 def _padding(

@@ -54,8 +54,9 @@ class DotProductAttention(nn.Module):
     The arguments are theirs. cp_comm_type: "p2p" is tw.ring, "all_gather" tw.all_gather, "a2a"
     tw.ulysses, "a2a+p2p" tw.ulysses around tw.ring, and "auto" the planner's choice. With
     softmax_type "learnable" the gradient of softmax_offset is this rank's share, as that of every
-    weight. Dropout is drawn by rank 0 from torch's CPU generator. cp_stream, get_rng_state_tracker,
-    sequence_parallel and name have no effect.
+    weight. Dropout is drawn by rank 0 from torch's CPU generator. attention_type,
+    bottom_right_diagonal, cp_stream, get_rng_state_tracker, layer_number, name and
+    sequence_parallel have no effect.
 
     Raises:
         ValueError: for what tilewise does not have, with the argument's name.
@@ -88,12 +89,11 @@ class DotProductAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
-        self.window_size, self.bottom_right_diagonal = window_size, bottom_right_diagonal
+        self.window_size = window_size
         self.all_heads = num_attention_heads
         self.tp_rank = 0 if tp_group is None else tp_group.rank()
         self.num_heads = num_attention_heads // (tp_size if tp_group is None else tp_group.size())
-        self.attention_dropout, self.attention_type = attention_dropout, attention_type
-        self.layer_number, self.return_max_logit = layer_number or 1, bool(return_max_logit)
+        self.attention_dropout, self.return_max_logit = attention_dropout, bool(return_max_logit)
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.softmax_scale = channels**-0.5 if softmax_scale is None else softmax_scale
         check_among("softmax_type", softmax_type, SOFTMAX_TYPES)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tilewise.masks.strips import expand
-from tilewise.tiles.calls import KernelCall, Kind, Slice
+from tilewise.tiles.calls import KernelCall, Kind
 
 
 def call_mask(call: KernelCall, device: torch.device | str = "cpu") -> Tensor:
@@ -32,19 +32,11 @@ def additive_mask(call: KernelCall, dtype: torch.dtype) -> tuple[Tensor | None, 
 
 def row_intervals(call: KernelCall) -> Tensor:
     """int32 [depth, 2, m]: first and end of the keys of each row's intervals, 0, 0 where fewer."""
-    m, n = call.num_q, call.num_k
-    match call.kind:
-        case Kind.FULL:
-            slices = call._replace(slices=(Slice(0, m, 0, 0, n, 0),))
-        case Kind.CAUSAL:
-            slices = call._replace(slices=(Slice(0, m, 0, 0, n - m + 1, 1),))
-        case Kind.SLICES:
-            slices = call
-    row, lo, hi = _intervals(slices)
+    row, lo, hi = _intervals(call)
     order = np.argsort(row, kind="stable")
     row, lo, hi = row[order], lo[order], hi[order]
     depth = np.arange(len(row)) - np.searchsorted(row, row)
-    table = np.zeros((int(depth.max(initial=0)) + 1, 2, m), np.int32)
+    table = np.zeros((int(depth.max(initial=0)) + 1, 2, call.num_q), np.int32)
     table[depth, 0, row], table[depth, 1, row] = lo, hi
     return torch.from_numpy(table)
 
@@ -68,6 +60,6 @@ def _slices_mask(call: KernelCall, m: int, n: int) -> Tensor:
 
 def _intervals(call: KernelCall) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Every slice on each of its rows: row, first key, end of keys."""
-    q0, q1, lo, lo_slope, hi, hi_slope = np.asarray(call.slices, np.int64).reshape(-1, 6).T
+    q0, q1, lo, lo_slope, hi, hi_slope = np.asarray(call.as_slices, np.int64).reshape(-1, 6).T
     index, row = expand(q0, q1)
     return row, lo[index] + lo_slope[index] * row, hi[index] + hi_slope[index] * row

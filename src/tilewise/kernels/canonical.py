@@ -11,12 +11,13 @@ exp(lse_pair) is kept as a mantissa and a power of two, so no running maximum is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -33,14 +34,13 @@ from tilewise.kernels.binned import (
 )
 from tilewise.kernels.elementary import exp_parts, log_of
 from tilewise.kernels.protocol import (
-    Gradients,
     Kernel,
-    Operands,
     Places,
     Scores,
     accumulator_dtype,
 )
 from tilewise.kernels.reference import Reference
+from tilewise.kernels.short_sums import read_short
 from tilewise.kernels.torch_cpu import CpuFlash
 from tilewise.kernels.triton.kernel import DeterministicTritonSlices, TritonSlices
 from tilewise.layouts.layout import Run
@@ -51,7 +51,9 @@ from tilewise.tiles.leaf_pairs import Leaf, LeafPairs
 WIDTH_UNIT = 16
 """Numbers of a row of a call are a multiple of it: then each row begins at the same alignment."""
 
-_SIGN = 1 << 31
+_INTEGERS_AT_ONCE = 1 << 18  # of short sums, that fit in a cache
+
+_LEAST = -(1 << 23)  # the bits of -inf in fp32, as an integer
 
 
 class _Apart(NamedTuple):
@@ -75,13 +77,23 @@ def _apart(kernel: Kernel) -> _Apart:
     return _Apart(kernel, equal_widths=False, by_head=True)
 
 
+TRITON = TritonSlices, DeterministicTritonSlices
+PROVEN: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {"cpu": (CpuFlash, Reference, *TRITON), "cuda": TRITON}
+)
+"""Kernels whose bits do not depend on what else is computed, by device."""
+
+
 def why_not_canonical(kernel: Kernel, device_type: str) -> str | None:
     """Return why a kernel cannot serve a canonical reduction; None if it can."""
-    if device_type != "cpu":
-        return f"it is proven on the CPU alone, not on {device_type}"
-    if type(kernel) not in (CpuFlash, Reference, TritonSlices, DeterministicTritonSlices):
-        return "its bits may depend on the shape of a call, and it has not been proven otherwise"
-    return None
+    proven = PROVEN.get(device_type, ())
+    if type(kernel) in proven:
+        return None
+    names = ", ".join(repr(x.name) for x in proven) or "none"
+    return (
+        "its bits may depend on the shape of a call, and it has not been proven otherwise; on "
+        f"{device_type} these can: {names}"
+    )
 
 
 class LeafKernel:
@@ -103,18 +115,17 @@ class LeafKernel:
 
         Args:
             operands: q, k, v as `Kernel` takes them.
-            sums: of the queries' rows, int64 [rows, batch, num_heads, columns].
+            sums: of the queries' rows, integers [rows, batch, num_heads, columns].
         """
         q, k, v = operands
         widths = self._widths(q, v)
-        for number, pairs in groupby(call.pairs, attrgetter("q")):
-            leaf = call.q[number]
+        for leaf, pairs in _by_query_leaf(call):
             q_rows = _gathered(q, leaf, widths[0])
-            for pair in pairs:
-                other = call.k[pair.k]
+            for other, kernel_call in pairs:
                 keys = _gathered(k, other, widths[0]), _gathered(v, other, widths[1])
-                placed = _placed_scores(scores, leaf, other, first_head)
-                out, lse, *largest = self._attend(q_rows, *keys, pair.call, placed)
+                placed = _placed_scores(scores, leaf, other, first_head, q.device)
+                run = self._kernel.forward
+                out, lse, *largest = self._each_head(run, (q_rows, *keys), kernel_call, placed)
                 add_partial(sums[0], (out[..., : v.shape[-1]], lse, *largest), leaf, columns[0])
 
     def backward(
@@ -134,22 +145,21 @@ class LeafKernel:
         """
         q, k, v, dout, lse, delta = operands
         widths, shared = self._widths(q, v), q.shape[2] // k.shape[2]
-        for number, pairs in groupby(call.pairs, attrgetter("q")):
-            leaf = call.q[number]
+        for leaf, pairs in _by_query_leaf(call):
             mine = (
                 _gathered(dout, leaf, widths[1]),
                 _gathered_statistic(lse, leaf, torch.inf),  # weights of absent rows are 0
                 _gathered_statistic(delta, leaf, 0.0),
             )
             q_rows = _gathered(q, leaf, widths[0])
-            for pair in pairs:
-                other = call.k[pair.k]
+            for other, kernel_call in pairs:
                 keys = (
                     _gathered(k, other, widths[0], shared),
                     _gathered(v, other, widths[1], shared),
                 )
-                placed = _placed_scores(scores, leaf, other, first_head)
-                dq, dk, dv = self._differentiate(Operands(q_rows, *keys, *mine), pair.call, placed)
+                placed = _placed_scores(scores, leaf, other, first_head, q.device)
+                rows, run = (q_rows, *keys, *mine), self._kernel.backward
+                dq, dk, dv = self._each_head(run, rows, kernel_call, placed)
                 _add(sums[0], columns[0], leaf, (dq[..., : q.shape[-1]],))
                 found = dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
                 for head in range(shared):
@@ -161,40 +171,34 @@ class LeafKernel:
         widths = [-(-x.shape[-1] // WIDTH_UNIT) * WIDTH_UNIT for x in (q, v)]
         return (max(widths), max(widths)) if self._equal_widths else (widths[0], widths[1])
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
+    def _each_head(
+        self,
+        run: Callable[..., tuple[Tensor, ...]],
+        tensors: tuple[Tensor, ...],
+        call: KernelCall,
+        scores: Scores,
     ) -> tuple[Tensor, ...]:
-        extra = (scores,) if scores.needs else ()
-        if not self._by_head:
-            return self._kernel.forward(q, k, v, call, scores.scale, None, *extra)
-        shared = q.shape[2] // k.shape[2]
-        found: list[tuple[Tensor, ...]] = []
+        """Run a pass of the kernel, of each query head by itself where its bits depend on others.
+
+        Args:
+            tensors: q's first; others may have fewer heads, each of which several of q share.
+        """
         given = call, scores.scale, None
+        num_heads, found = tensors[0].shape[2], list[tuple[Tensor, ...]]()
         with _one_thread():
-            for head in range(q.shape[2]):
-                own, mine = (slice(h, h + 1) for h in (head, head // shared))
-                rows, keys, values = (
-                    x[:, :, part].contiguous() for x, part in ((q, own), (k, mine), (v, mine))
-                )
-                of_head = (_of_head(scores, head),) if extra else ()
-                found.append(self._kernel.forward(rows, keys, values, *given, *of_head))
+            if not self._by_head:
+                return run(*tensors, *given, scores)
+            for head in range(num_heads):
+                own = (x.narrow(2, head * x.shape[2] // num_heads, 1) for x in tensors)
+                placed = _of_head(scores, head)
+                found.append(run(*(x.contiguous() for x in own), *given, placed))
         return tuple(torch.cat(x, 2) for x in zip(*found, strict=True))
 
-    def _differentiate(self, operands: Operands, call: KernelCall, scores: Scores) -> Gradients:
-        extra = (scores,) if scores.needs else ()
-        if not self._by_head:
-            q, k, v, dout, lse, delta = operands
-            given = call, scores.scale, None
-            return self._kernel.backward(q, k, v, dout, lse, delta, *given, *extra)
-        found: list[Gradients] = []
-        given = call, scores.scale, None
-        with _one_thread():
-            for head in range(operands.q.shape[2]):
-                one = Operands(*(x[:, :, head : head + 1].contiguous() for x in operands))
-                of_head = (_of_head(scores, head),) if extra else ()
-                found.append(self._kernel.backward(*one, *given, *of_head))
-        dq, dk, dv = (torch.cat(x, 2) for x in zip(*found, strict=True))
-        return dq, dk, dv
+
+def _by_query_leaf(call: LeafPairs) -> Iterator[tuple[Leaf, Iterator[tuple[Leaf, KernelCall]]]]:
+    """Each query leaf, with the leaves of keys that it meets and their calls."""
+    for number, pairs in groupby(call.pairs, attrgetter("q")):
+        yield call.q[number], ((call.k[pair.k], pair.call) for pair in pairs)
 
 
 @contextmanager
@@ -202,7 +206,8 @@ def _one_thread() -> Iterator[None]:
     """Let torch's operators run on the calling thread alone.
 
     Several threads cut an elementwise operator's numbers in as many parts, and at the end of each
-    part ATen computes exp otherwise than before it.
+    part ATen computes exp otherwise than before it. MKL's products of matrices, too, have bits that
+    depend on the number of threads, on some processors (Intel's with AVX-512).
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -213,13 +218,13 @@ def _one_thread() -> Iterator[None]:
 
 
 @lru_cache(maxsize=4096)
-def _rows(runs: tuple[Run, ...]) -> slice | Tensor:
+def _rows(runs: tuple[Run, ...], device: torch.device) -> slice | Tensor:
     """Rows as what selects them fastest."""
     if len(runs) == 1:
         start, count, stride = runs[0]
         return slice(start, start + (count - 1) * stride + 1, stride)
     parts = [start + stride * torch.arange(count) for start, count, stride in runs]
-    return torch.cat(parts)
+    return torch.cat(parts).to(device)
 
 
 def _gathered(x: Tensor, leaf: Leaf, width: int, shared: int = 1) -> Tensor:
@@ -232,21 +237,25 @@ def _gathered(x: Tensor, leaf: Leaf, width: int, shared: int = 1) -> Tensor:
     make = torch.empty if whole else torch.zeros
     rows = make(shape, dtype=accumulator_dtype(x.dtype), device=x.device)
     target = rows.unflatten(2, (x.shape[2], shared))[..., : x.shape[-1]]
-    target[_rows(leaf.slots)] = x[_rows(leaf.held)].unsqueeze(3).to(rows.dtype)
+    target[_rows(leaf.slots, x.device)] = x[_rows(leaf.held, x.device)].unsqueeze(3).to(rows.dtype)
     return rows
 
 
 def _gathered_statistic(x: Tensor, leaf: Leaf, absent: float) -> Tensor:
     rows = torch.full((leaf.num_rows, *x.shape[1:]), absent, dtype=x.dtype, device=x.device)
-    rows[_rows(leaf.slots)] = x[_rows(leaf.held)]
+    rows[_rows(leaf.slots, x.device)] = x[_rows(leaf.held, x.device)]
     return rows
 
 
-def _placed_scores(scores: Scores, q: Leaf, k: Leaf, first_head: int) -> Scores:
+def _placed_scores(
+    scores: Scores, q: Leaf, k: Leaf, first_head: int, device: torch.device
+) -> Scores:
     """Return what a call is told: where its rows are, if that is asked for."""
     if not scores.by_place:
         return scores
-    rows, keys = (torch.arange(leaf.start, leaf.start + leaf.num_rows) for leaf in (q, k))
+    rows, keys = (
+        torch.arange(leaf.start, leaf.start + leaf.num_rows, device=device) for leaf in (q, k)
+    )
     return scores._replace(places=Places(rows, keys, first_head))
 
 
@@ -263,30 +272,31 @@ def add_partial(sums: Tensor, partial: tuple[Tensor, ...], leaf: Leaf, columns: 
     Args:
         partial: out, lse (and the largest scores) of a call.
     """
-    slots = _rows(leaf.slots)
+    slots = _rows(leaf.slots, sums.device)
     out, lse, *largest = (x[slots] for x in partial)
     mantissas, exponents = exp_parts(lse)
     ones = torch.ones_like(lse).unsqueeze(-1)
     with _Part(sums, leaf) as part:
         for group, numbers in zip(columns.groups, (out, ones), strict=True):
-            add_terms(part[..., group], numbers, columns.form, mantissas, exponents)
+            add_terms(part[..., group.columns], numbers, group.form, mantissas, exponents)
         for x in largest:
-            torch.maximum(part[..., -1], _key(x), out=part[..., -1])
+            keys = part[..., -2:]
+            torch.maximum(keys, _keys(x, keys.dtype), out=keys)
 
 
 def _add(sums: Tensor, columns: SumColumns, leaf: Leaf, grads: tuple[Tensor, ...]) -> None:
     """Add a call's gradients of a leaf's rows."""
-    slots = _rows(leaf.slots)
+    slots = _rows(leaf.slots, sums.device)
     with _Part(sums, leaf) as part:
         for group, grad in zip(columns.groups, grads, strict=True):
-            add_terms(part[..., group], grad[slots], columns.form)
+            add_terms(part[..., group.columns], grad[slots], group.form)
 
 
 class _Part:
     """The sums of a leaf's rows, to be changed in place."""
 
     def __init__(self, sums: Tensor, leaf: Leaf):
-        self._sums, self._rows = sums, _rows(leaf.local)
+        self._sums, self._rows = sums, _rows(leaf.local, sums.device)
 
     def __enter__(self) -> Tensor:
         self._part = self._sums[self._rows]
@@ -300,9 +310,21 @@ class _Part:
 def merge_columns(sums: Tensor, others: Tensor, columns: SumColumns) -> None:
     """Add other partials of the same rows and heads in place."""
     for group in columns.groups:
-        merge_sums(sums[..., group], others[..., group], columns.form)
+        merge_sums(sums[..., group.columns], others[..., group.columns], group.form)
     if columns.largest:
-        torch.maximum(sums[..., -1], others[..., -1], out=sums[..., -1])
+        torch.maximum(sums[..., -2:], others[..., -2:], out=sums[..., -2:])
+
+
+def merge_short(sums: Tensor, others: Tensor, columns: SumColumns) -> None:
+    """Add other partials of the same rows and heads, as they travel, in place.
+
+    Args:
+        others: uint8 [rows, batch, n].
+    """
+    others = others.unflatten(-1, (sums.shape[2], -1))
+    block = max(1, _INTEGERS_AT_ONCE // max(1, sums[:1].numel()))
+    for mine, theirs in zip(sums.split(block), others.split(block), strict=True):
+        merge_columns(mine, read_short(theirs, columns, torch.empty_like(mine)), columns)
 
 
 def finish_attention(
@@ -317,20 +339,20 @@ def finish_attention(
     if sink is not None:
         mantissas, exponents = exp_parts(sink.expand(sums.shape[:-1]))
         ones = torch.ones_like(mantissas).unsqueeze(-1)
-        add_terms(sums[..., total], ones, columns.form, mantissas, exponents)
-    numbers, exponents = exact_numbers(sums[..., out], columns.form)
-    whole, units = exact_numbers(sums[..., total], columns.form)
+        add_terms(sums[..., total.columns], ones, total.form, mantissas, exponents)
+    numbers, exponents = exact_numbers(sums[..., out.columns], out.form)
+    whole, units = exact_numbers(sums[..., total.columns], total.form)
     share = numbers / whole.masked_fill(whole == 0, 1.0)
     found = scaled(share, (exponents - units).unsqueeze(-1)).to(dtype)
     lse = log_of(whole.squeeze(-1), units).to(accumulator_dtype(dtype))
     if not columns.largest:
         return found, lse
-    return found, lse, _score(sums[..., -1]).to(lse.dtype)
+    return found, lse, _score(sums[..., -2:]).to(lse.dtype)
 
 
 def finish_gradients(sums: Tensor, columns: SumColumns, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Gradients of a dtype, of complete sums."""
-    return tuple(rounded(sums[..., group], columns.form, dtype) for group in columns.groups)
+    return tuple(rounded(sums[..., group.columns], group.form, dtype) for group in columns.groups)
 
 
 def sink_sums(lse: Tensor, delta: Tensor, sink: Tensor) -> Tensor:
@@ -352,17 +374,19 @@ def sink_sums(lse: Tensor, delta: Tensor, sink: Tensor) -> Tensor:
     return folded(sums, MANY_TERMS)
 
 
-def _key(scores: Tensor) -> Tensor:
-    """Scores as whole numbers of the same order, above 0, so that 0 stands for none."""
+def _keys(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scores as two integers [..., 2], for those from 0 on and for others, whose maxima stand for
+    the largest score: 0 stands for none."""
     bits = scores.float().view(torch.int32)
-    return (bits ^ ((bits >> 31) & (_SIGN - 1))).long() + _SIGN
+    others = _LEAST - bits  # of negative numbers, larger bits are smaller numbers
+    keys = (bits + 1).masked_fill(bits < 0, 0), others.masked_fill(bits >= 0, 0)
+    return torch.stack(keys, -1).to(dtype)
 
 
 def _score(keys: Tensor) -> Tensor:
-    """The scores, fp32, of their keys; -inf of 0."""
-    bits = (keys - _SIGN).to(torch.int32)
-    scores = (bits ^ ((bits >> 31) & (_SIGN - 1))).view(torch.float32)
-    return scores.masked_fill(keys == 0, -torch.inf)
+    """The scores, fp32, of their keys; -inf of none."""
+    from_zero, others = keys.int().unbind(-1)
+    return torch.where(from_zero > 0, from_zero - 1, _LEAST - others).view(torch.float32)
 
 
 def row_sum(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 _LN2_HIGH = float.fromhex("0x1.62e42fee00000p-1")  # 32 bits, so that products with whole
 _LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")  # numbers are exact
+_MOST_EXPONENT = 1 << 40
 _EXP_TERMS = 14
 _LOG_TERMS = 12
 _FIRST_BITS = 0x3FF0000000000000  # of 1.0
@@ -15,6 +16,8 @@ _FIRST_BITS = 0x3FF0000000000000  # of 1.0
 
 def exp_parts(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return exp(x) as fp64 mantissas in 0.7..1.42 and int64 exponents of 2; exp(-inf) as 0, 0.
+
+    Exponents end at 2^40 and -2^40.
 
     Source: Cody and Waite 1980, the reduction of the argument.
     """
@@ -30,7 +33,7 @@ def exp_parts(x: Tensor) -> tuple[Tensor, Tensor]:
         mantissa *= 1 / term
         mantissa += 1.0
     mantissa = torch.where(finite, mantissa, torch.where(lost, torch.nan, 0.0))
-    return mantissa, n.long()
+    return mantissa, n.clamp_(-_MOST_EXPONENT, _MOST_EXPONENT).long()
 
 
 def log_of(numbers: Tensor, exponents: Tensor) -> Tensor:

@@ -77,8 +77,13 @@ def _attend(operands: Iterable[Tensor], call: KernelCall, scores: Scores) -> tup
     mask = None
     if call.kind is not Kind.FULL:
         mask = CALL_CACHE.get(call, "flex", q.device, lambda: _block_mask(call, q.device))
-    limits = {"recompile_limit": MAX_VARIANTS, "fail_on_recompile_limit_hit": True}
-    with torch._dynamo.config.patch(limits):
+    # A softcap that was another before would become a symbol, which the kernel cannot take.
+    options = {
+        "recompile_limit": MAX_VARIANTS,
+        "fail_on_recompile_limit_hit": True,
+        "specialize_float": True,
+    }
+    with torch._dynamo.config.patch(options):
         return _compiled()(q, k, v, mask, scores.scale, scores.softcap)
 
 

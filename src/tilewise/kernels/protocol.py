@@ -75,6 +75,8 @@ def lacks(needs: tuple[str, ...], *has: str) -> str | None:
 
 Accumulators: TypeAlias = tuple[Tensor, ...]
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
+Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""q, k and v of a call."""
 
 
 class Kernel(Protocol):
@@ -180,16 +182,15 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def no_keys(
-    q: Tensor, v: Tensor, dtype: torch.dtype | None = None, max_logit: bool = False
-) -> Accumulators:
-    """(out, lse) of queries that see nothing: 0 and -inf; dtype of out, default q's.
+def no_keys(q: Tensor, v: Tensor, max_logit: bool = False) -> Accumulators:
+    """(out, lse) of queries that see nothing, as accumulators: 0 and -inf.
 
     Args:
         max_logit: with the largest scores, -inf too.
     """
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype or q.dtype)
-    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulator_dtype(q.dtype))
+    dtype = accumulator_dtype(q.dtype)
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)
     return (out, lse, lse.clone()) if max_logit else (out, lse)
 
 
@@ -241,7 +242,18 @@ class Asked(NamedTuple):
     backward: bool
 
 
-class ProvidedKernel:
+class Operands(NamedTuple):
+    """Tensors of a call that `backward` takes."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
+class ProvidedKernel(ABC):
     """A kernel of this package, with what it can serve as values.
 
     Attributes:
@@ -284,38 +296,17 @@ class ProvidedKernel:
             return f"head_dim ({head_dim}) is over {self.most_width}"
         return lacks(needs, *self.has)
 
-
-class Operands(NamedTuple):
-    """Tensors of a call that `backward` takes."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    lse: Tensor
-    delta: Tensor
-
-
-class AsideKernel(ProvidedKernel, ABC):
-    """A kernel that computes its results aside, and then merges or adds them to accumulators.
-
-    Attributes:
-        equal_widths: `attend` and `differentiate` are given v, and dout, as wide as q and k.
-    """
-
-    equal_widths = True
-
     @abstractmethod
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
+    def attend_into(
+        self, qkv: Tensors, call: KernelCall, scores: Scores, into: Accumulators | None
     ) -> Accumulators:
-        """out and lse as `forward` returns them, of at least one row and one key."""
+        """Return what `forward` does, of at least one row and one key."""
 
     @abstractmethod
-    def differentiate(
-        self, operands: Operands, call: KernelCall, scores: Scores
-    ) -> Iterable[Tensor]:
-        """dq, dk, dv as `backward` returns them, of at least one row and one key."""
+    def differentiate_into(
+        self, operands: Operands, call: KernelCall, scores: Scores, into: Gradients | None
+    ) -> Gradients:
+        """Return what `backward` does, of at least one row and one key."""
 
     def forward(
         self,
@@ -327,16 +318,10 @@ class AsideKernel(ProvidedKernel, ABC):
         into: Accumulators | None = None,
         scores: Scores | None = None,
     ) -> Accumulators:
-        scores = Scores(scale) if scores is None else scores
-        if not (q.shape[0] and k.shape[0]):
-            return into or no_keys(q, v, max_logit=scores.max_logit)
-        width, v_width = q.shape[-1], v.shape[-1]
-        if width == v_width or not self.equal_widths:
-            found = self.attend(q, k, v, call, scores)
-            return found if into is None else deliver(found, into)
-        q, k, v = widened(max(width, v_width), q, k, v)
-        out, *rest = self.attend(q, k, v, call, scores)
-        return deliver((out[..., :v_width], *rest), into)
+        scores = scores or Scores(scale)
+        if not (len(q) and len(k)):
+            return into or no_keys(q, v, scores.max_logit)
+        return self.attend_into((q, k, v), call, scores, into)
 
     def backward(
         self,
@@ -351,16 +336,54 @@ class AsideKernel(ProvidedKernel, ABC):
         into: Gradients | None = None,
         scores: Scores | None = None,
     ) -> Gradients:
-        if not (q.shape[0] and k.shape[0]):
+        if not (len(q) and len(k)):
             return into or no_gradients(q, k, v)
-        scores, width, v_width = scores or Scores(scale), q.shape[-1], v.shape[-1]
+        operands = Operands(q, k, v, dout, lse, delta)
+        return self.differentiate_into(operands, call, scores or Scores(scale), into)
+
+
+class AsideKernel(ProvidedKernel):
+    """A kernel that computes its results aside, and then merges or adds them to accumulators.
+
+    Attributes:
+        equal_widths: `attend` and `differentiate` are given v, and dout, as wide as q and k.
+    """
+
+    equal_widths = True
+
+    @abstractmethod
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
+    ) -> Accumulators:
+        """out and lse of a call's keys alone."""
+
+    @abstractmethod
+    def differentiate(
+        self, operands: Operands, call: KernelCall, scores: Scores
+    ) -> Iterable[Tensor]:
+        """The call's share of dq, dk, dv."""
+
+    def attend_into(
+        self, qkv: Tensors, call: KernelCall, scores: Scores, into: Accumulators | None
+    ) -> Accumulators:
+        q, k, v = qkv
+        width, v_width = q.shape[-1], v.shape[-1]
         if width == v_width or not self.equal_widths:
-            operands = Operands(q, k, v, dout, lse, delta)
-            dq, dk, dv = self.differentiate(operands, call, scores)
-        else:
+            return deliver(self.attend(q, k, v, call, scores), into)
+        q, k, v = widened(max(width, v_width), q, k, v)
+        out, *rest = self.attend(q, k, v, call, scores)
+        return deliver((out[..., :v_width], *rest), into)
+
+    def differentiate_into(
+        self, operands: Operands, call: KernelCall, scores: Scores, into: Gradients | None
+    ) -> Gradients:
+        q, k, v, dout, lse, delta = operands
+        width, v_width = q.shape[-1], v.shape[-1]
+        if self.equal_widths and width != v_width:
             q, k, v, dout = widened(max(width, v_width), q, k, v, dout)
             operands = Operands(q, k, v, dout, lse, delta)
-            dq, dk, dv = self.differentiate(operands, call, scores)
+        dq, dk, dv = self.differentiate(operands, call, scores)
+        if self.equal_widths and width != v_width:
             dq, dk, dv = dq[..., :width], dk[..., :width], dv[..., :v_width]
         if into is None:
             return dq, dk, dv

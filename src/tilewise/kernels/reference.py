@@ -25,16 +25,10 @@ class Reference(AsideKernel):
     square_causal = False
     whole_tile = False
     equal_widths = False
-
-    def supports(
-        self,
-        device_type: str,
-        dtype: torch.dtype,
-        head_dim: int,
-        backward: bool = True,
-        needs: tuple[str, ...] = (),
-    ) -> str | None:
-        return None if dtype.is_floating_point else f"dtype {dtype} is not a floating-point type"
+    device = None
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    most_width = None
+    has = ("softcap", "dropout_p", "return_max_logit", "bias")
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores

@@ -17,14 +17,16 @@ from tilewise.kernels.protocol import (
     Accumulators,
     Asked,
     Gradients,
+    Operands,
     ProvidedKernel,
     Scores,
+    Tensors,
     deliver,
     no_gradients,
     no_keys,
     widened,
 )
-from tilewise.tiles.calls import KernelCall, Kind, Slice
+from tilewise.tiles.calls import KernelCall, Slice
 
 _forward = torch.ops.aten._flash_attention_forward.default
 _backward = torch.ops.aten._flash_attention_backward.default
@@ -46,13 +48,7 @@ class FlashRect(NamedTuple):
 
 def flash_parts(call: KernelCall) -> tuple[FlashRect, ...]:
     """A call as rectangles that flash attention can compute; together they cover it exactly."""
-    match call.kind:
-        case Kind.FULL:
-            return (FlashRect(0, call.num_q, 0, call.num_k),)
-        case Kind.CAUSAL:
-            return (FlashRect(0, call.num_q, 0, call.num_k, right=0),)
-        case Kind.SLICES:
-            return tuple(map(_part, call.slices))
+    return tuple(map(_part, call.as_slices))
 
 
 def _part(s: Slice) -> FlashRect:
@@ -84,61 +80,39 @@ class CudaFlash(ProvidedKernel):
             )
         return None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        call: KernelCall,
-        scale: float,
-        into: Accumulators | None = None,
-        scores: Scores | None = None,
+    def attend_into(
+        self, qkv: Tensors, call: KernelCall, scores: Scores, into: Accumulators | None
     ) -> Accumulators:
-        scores = scores or Scores(scale)
-        parts = flash_parts(call) if len(q) and len(k) else ()
+        (q, _, v), parts = qkv, flash_parts(call)
         if len(parts) == 1 and parts[0].q1 - parts[0].q0 == len(q):
-            return deliver(self._attend((q, k, v), parts[0], scores), into)
-        out, lse = result = into or no_keys(q, v, torch.float32)
+            return deliver(self._attend(qkv, parts[0], scores), into)
+        out, lse = result = into or no_keys(q, v)
         for part in parts:
             rows = slice(part.q0, part.q1)
-            merge_into(out[rows], lse[rows], *self._attend((q, k, v), part, scores))
+            merge_into(out[rows], lse[rows], *self._attend(qkv, part, scores))
         return result
 
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        call: KernelCall,
-        scale: float,
-        into: Gradients | None = None,
-        scores: Scores | None = None,
+    def differentiate_into(
+        self, operands: Operands, call: KernelCall, scores: Scores, into: Gradients | None
     ) -> Gradients:
-        scores = scores or Scores(scale)
+        q, k, v, dout, lse, delta = operands
         totals = into or no_gradients(q, k, v)
-        parts = flash_parts(call) if len(q) and len(k) else ()
         if self.equal_widths:
             q, k, v, dout = widened(max(q.shape[-1], v.shape[-1]), q, k, v, dout)
         dout, beside = self.beside_dout(dout, delta)
-        for part in parts:
+        for part in flash_parts(call):
             rows, keys = slice(part.q0, part.q1), slice(part.k0, part.k1)
-            operands = (dout[rows], q[rows], k[keys], v[keys], beside[rows])
+            tensors = (dout[rows], q[rows], k[keys], v[keys], beside[rows])
             statistics = lse[rows].permute(1, 2, 0).contiguous()
-            grads = self.run_backward(operands, statistics, part, scores)
+            grads = self.run_backward(tensors, statistics, part, scores)
             for total, rows_of, grad in zip(totals, (rows, keys, keys), grads, strict=True):
                 total[rows_of] += grad[..., : total.shape[-1]].transpose(0, 1)
         return totals
 
-    def _attend(
-        self, operands: tuple[Tensor, Tensor, Tensor], part: FlashRect, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
+    def _attend(self, qkv: Tensors, part: FlashRect, scores: Scores) -> tuple[Tensor, Tensor]:
         rows, keys = slice(part.q0, part.q1), slice(part.k0, part.k1)
-        width, v_width = operands[0].shape[-1], operands[2].shape[-1]
-        wide = widened(max(width, v_width), *operands) if self.equal_widths else operands
-        q, k, v = wide
+        width, v_width = qkv[0].shape[-1], qkv[2].shape[-1]
+        q, k, v = widened(max(width, v_width), *qkv) if self.equal_widths else qkv
         out, lse = self.run_forward((q[rows], k[keys], v[keys]), part, scores)
         return out[..., :v_width].transpose(0, 1), lse.permute(2, 0, 1)
 

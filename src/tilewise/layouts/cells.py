@@ -294,10 +294,8 @@ def join_blocks(pieces: StripPieces, q: Runs, k: Runs, counts: CellCounts) -> No
         join(pieces, q, k, expand(first_run, end_run), counts)
     with_full_runs = np.flatnonzero(full_end > full)
     if len(with_full_runs):
-        pieces, full_runs = (
-            pieces.take(with_full_runs),
-            (full[with_full_runs], full_end[with_full_runs]),
-        )
+        pieces = pieces.take(with_full_runs)
+        full_runs = (full[with_full_runs], full_end[with_full_runs])
         shard, start = q.shard[pieces.run], q.offset[pieces.run] + pieces.first
         _full_keys(shard, pieces.rows, full_runs, k, counts)
         _full_rows(shard, (start, start + pieces.rows), full_runs, k, counts)

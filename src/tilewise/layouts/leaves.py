@@ -9,9 +9,6 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import pairwise
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tilewise.layouts.layout import Layout
 from tilewise.layouts.whole_blocks import split_blocks, whole_blocks
 from tilewise.masks.base import Mask
@@ -29,8 +26,6 @@ USUAL_LEAF = 1024
 MOST_TERMS = 240
 """Calls that add to one sum at most, one for each leaf and query head of a KV head. A sum has room
 for a few more, such as a sink."""
-
-Array = NDArray[np.int64]
 
 
 def leaf_size(length: int, heads_per_kv_head: int) -> int:

@@ -151,10 +151,8 @@ def first_overlap(strips: Strips) -> tuple[int, int] | None:
     order = np.lexsort((s.lo + s.lo_slope * edges[band], band))
     s, band = s.take(order), band[order]
     first_row, last_row = edges[band], edges[band + 1] - 1
-    high, low = (
-        s.hi[:-1] + s.hi_slope[:-1] * last_row[:-1],
-        s.lo[1:] + s.lo_slope[1:] * last_row[1:],
-    )
+    high = s.hi[:-1] + s.hi_slope[:-1] * last_row[:-1]
+    low = s.lo[1:] + s.lo_slope[1:] * last_row[1:]
     on_first = (
         s.hi[:-1] + s.hi_slope[:-1] * first_row[:-1] > s.lo[1:] + s.lo_slope[1:] * first_row[1:]
     )

@@ -80,10 +80,8 @@ class Slices(Mask):
         allowed = np.zeros((len(q), len(k)), bool)
         for entry in self.slices:
             (q0, q1), (k0, k1), _ = entry
-            rows, columns = (
-                np.flatnonzero((q >= q0) & (q < q1)),
-                np.flatnonzero((k >= k0) & (k < k1)),
-            )
+            rows = np.flatnonzero((q >= q0) & (q < q1))
+            columns = np.flatnonzero((k >= k0) & (k < k1))
             allowed[np.ix_(rows, columns)] |= _slice_dense(entry, q[rows], k[columns])
         return allowed
 

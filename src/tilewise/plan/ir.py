@@ -557,10 +557,8 @@ def _one_sided(transfer: Transfer, is_sent: bool, number: int, world_size: int) 
     if 0 <= other_rank < world_size:
         reason = f"rank {known_rank} {known_verb} it, rank {other_rank} does not {missing_verb} it"
     else:
-        reason, other_rank = (
-            f"rank {known_rank} {known_verb} it, and there are {world_size} ranks",
-            known_rank,
-        )
+        reason = f"rank {known_rank} {known_verb} it, and there are {world_size} ranks"
+        other_rank = known_rank
     ends = f"from rank {transfer.src} to rank {transfer.dst} is known to one end only"
     return PlanError(
         f"step {number}: {transfer.item}{rows} {ends}: {reason}", number, other_rank, transfer.item

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tilewise.arguments import ITEM_BYTES
 from tilewise.plan.ir import Item, Plan, Role, Side
-from tilewise.plan.sums import FLOAT32, FLOAT64, SumColumns
+from tilewise.plan.sums import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, SumColumns
 from tilewise.wires.wire import Plain, Wire, Wires
 
 ALIGNMENT_BYTES = 16
@@ -47,8 +47,9 @@ class Field(NamedTuple):
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one number: sums are integers of 64 bits."""
-        return 8 if self.dtype == "int64" else ITEM_BYTES(self.dtype)
+        """Bytes of one number, or of one integer of sums."""
+        integers = {"int32": 4, "int64": 8}
+        return integers.get(self.dtype) or ITEM_BYTES(self.dtype)
 
 
 class RowFormat(NamedTuple):
@@ -107,7 +108,10 @@ class Payload(NamedTuple):
             return tuple(fields)
         if self.canonical:
             columns = self.sums(side)
-            return () if columns is None else (Field("sums", columns.num_columns, "int64"),)
+            if columns is None:
+                return ()
+            wire = columns if columns.is_short else None
+            return (Field("sums", columns.num_columns, columns.dtype, wire),)
         if self.backward:
             return tuple(self._partial("d" + name, width) for name, width in inputs)
         if side is Side.KV:
@@ -119,18 +123,26 @@ class Payload(NamedTuple):
     def sums(self, side: Side) -> SumColumns | None:
         """The columns of a side's partials under a canonical reduction; None: it has none.
 
-        Forward the numerators of out, and apart their denominators, which may be of another size.
+        Forward the numerators of out, and apart their denominators, which may be of another size,
+        and which lse needs in full.
         """
-        form = FLOAT64 if self.dtype == "float64" else FLOAT32
-        if not self.backward:
-            widths = self.v_head_dim, 1
-            return SumColumns(form, widths, self.max_logit) if side is Side.Q else None
-        return SumColumns(form, tuple(width for _, width in self.inputs(side)))
+        form = {"float64": FLOAT64, "bfloat16": BFLOAT16, "float16": FLOAT16}.get(
+            self.dtype, FLOAT32
+        )
+        if self.backward:
+            widths = tuple(width for _, width in self.inputs(side))
+            return SumColumns((form,) * len(widths), widths)
+        if side is Side.KV:
+            return None
+        statistic = FLOAT64 if self.dtype == "float64" else FLOAT32
+        return SumColumns((form, statistic), (self.v_head_dim, 1), self.max_logit)
 
     @property
     def partial_dtype(self) -> str:
         """The dtype that partials have in memory."""
-        return "int64" if self.canonical else accumulator(self.dtype)
+        if self.canonical:
+            return "int64" if self.dtype == "float64" else "int32"
+        return accumulator(self.dtype)
 
     def results(self, side: Side) -> tuple[tuple[str, int], ...]:
         """Name and width of the tensors that a side's complete partials become."""

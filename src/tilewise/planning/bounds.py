@@ -177,10 +177,8 @@ class _StepWalk:
         """Return the bound of one rank of a team, and add what crosses its node's border."""
         costs = self._costs
         tile_seconds = np.array([costs.tile_seconds(tile) for step in steps for tile in step.tiles])
-        arriving_bytes, leaving_bytes = (
-            np.zeros((len(tile_seconds), 3)),
-            np.zeros((len(tile_seconds) + 1, 3)),
-        )
+        arriving_bytes = np.zeros((len(tile_seconds), 3))
+        leaving_bytes = np.zeros((len(tile_seconds) + 1, 3))
         node = team * self._degree // self._model.machine.node_size
         crosses = self._nested and self._model.world_size > self._model.machine.node_size
 

@@ -16,7 +16,7 @@ import numpy as np
 from tilewise.compiler.program import (
     Await,
     Launch,
-    Merge,
+    MergeArrived,
     Operation,
     Pack,
     Program,
@@ -223,7 +223,7 @@ class _RelabelledRanks:
                 case Await(_, step, recvs):
                     awaits.append([_Arrival(step, transfer, []) for transfer in recvs])
                     continue
-                case Unpack(transfer) | Merge(transfer):
+                case Unpack(transfer) | MergeArrived(transfer):
                     arrival = next(x for x in awaits[-1] if x.transfer == transfer)
                     column = self._column(operation, if_whole, arrival.step, transfer)
                     arrival.columns.append(column)
@@ -385,7 +385,7 @@ def _same_place(half: Operation, whole: Operation) -> bool:
     match half:
         case Pack(rows=rows) if rows is not None:
             return half._replace(rows=None) == whole
-        case Unpack(transfer) | Merge(transfer):
+        case Unpack(transfer) | MergeArrived(transfer):
             return half._replace(transfer=transfer._replace(rows=None)) == whole
         case _:
             return type(half) is type(whole)

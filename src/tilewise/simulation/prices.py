@@ -8,13 +8,13 @@ from typing import NamedTuple
 from tilewise.arguments import ITEM_BYTES
 from tilewise.compiler.code import item_bytes
 from tilewise.compiler.program import (
-    Attend,
+    AttendTile,
     Await,
     Collect,
     Delta,
     Join,
     Launch,
-    Merge,
+    MergeArrived,
     Operation,
     Pack,
     PackHeads,
@@ -228,7 +228,7 @@ def price(operation: Operation, costs: PassCosts) -> OperationSeconds:
     have them.
     """
     match operation:
-        case Attend(tile, adds):
+        case AttendTile(tile, adds):
             kernel = costs.tile_seconds(tile)
             return OperationSeconds(kernel, sum(map(costs.merge_seconds, adds)) if kernel else 0.0)
         case Join(item):
@@ -245,7 +245,7 @@ def price(operation: Operation, costs: PassCosts) -> OperationSeconds:
             return OperationSeconds(
                 own=costs.pack_seconds(copied_bytes(transfer.item, transfer.rows))
             )
-        case Merge(transfer, adds):
+        case MergeArrived(transfer, adds):
             item, rows = transfer.item, transfer.rows
             if adds:
                 return OperationSeconds(own=costs.merge_seconds(item, rows))

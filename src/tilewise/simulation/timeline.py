@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tilewise.compiler.lowering import lower
-from tilewise.compiler.program import Attend, Operation, operations
+from tilewise.compiler.program import AttendTile, Operation, operations
 from tilewise.plan.ir import Plan
 from tilewise.plan.payload import Payload
 from tilewise.simulation.network import LINKS
@@ -108,7 +108,7 @@ class Timeline:
         ends = (*begins[1:], last_end)
         rank_program = rank_operations(self.recording.plan, self.recording.payload, rank)
         for operation, start, end in zip(rank_program, begins, ends, strict=True):
-            lane = "compute" if isinstance(operation, Attend) else "wait"
+            lane = "compute" if isinstance(operation, AttendTile) else "wait"
             yield Span(rank, lane, str(operation), start, end - start)
         if ended > last_end:
             yield Span(rank, "call", "wait for sends", last_end, ended - last_end)

@@ -9,7 +9,6 @@ KV shard whose owner is in its column stays, and only the others are exchanged.
 """
 
 import math
-from collections.abc import Iterable
 from itertools import pairwise
 
 from tilewise.arguments import MOST_RANKS, checks_arguments, whole_number
@@ -17,7 +16,7 @@ from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import MHA, Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.payload import ShardWeights
 from tilewise.plan.shifts import Shift
-from tilewise.strategies.mesh import pass_round
+from tilewise.strategies.mesh import gather_and_scatter, pass_round
 from tilewise.strategies.mesh_schedules.greedy import stepwise_tile_steps
 
 
@@ -82,7 +81,7 @@ def attention2d(rows: int, columns: int, *, overlap: bool = False) -> Plan:
                 for x, member in shard_holders.items()
                 if member != rank
             ]
-            _gather_and_scatter(s, partners, q_team, sorted(shard_holders))
+            gather_and_scatter(s, partners, q_team, sorted(shard_holders))
         if held_shard != rank:
             s.send(partial(Side.KV, held_shard), held_shard)
             s.recv(partial(Side.KV, rank), rank_with_own)
@@ -95,26 +94,6 @@ def attention2d(rows: int, columns: int, *, overlap: bool = False) -> Plan:
         shifts = tuple(shift._replace(free=False) for shift in kept_shifts)
     traits = Traits(shifts, proven=True)
     return Plan(name, n, 1, own_shards(n), script=script, traits=traits)
-
-
-def _gather_and_scatter(
-    s: RankBuilder, partners: list[tuple[Side, int, int, int]], q: Iterable[int], kv: Iterable[int]
-) -> None:
-    """One tile between two exchanges.
-
-    Args:
-        partners: side, shard held here, shard held there, rank of every exchange.
-    """
-    for side, held_shard, shard, member in partners:
-        s.send(operand(side, held_shard), member)
-        s.recv(operand(side, shard), member)
-    s.next()
-    s.tile(q, kv)
-    s.next()
-    for side, held_shard, shard, member in partners:
-        s.send(partial(side, shard), member)
-        s.recv(partial(side, held_shard), member)
-    s.next()
 
 
 def _shifts(rows: int, columns: int) -> tuple[Shift, ...]:

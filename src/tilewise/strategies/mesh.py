@@ -8,7 +8,7 @@ Source: Mesh-Attention (arXiv 2512.20968): assignment matrix, local Q-KV propert
 directions; section 4 for schedules. Departs from it: the owner's own partial never travels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import get_args
 
@@ -200,16 +200,28 @@ def pass_round(
 def _gather_script(n: int, a: int):
     def script(rank: int) -> tuple[RankStep, ...]:
         s, shards = RankBuilder(rank), _shards(rank, n, a)
-        exchanges = [(side, other) for side in Side for other in shards[side][1:]]
-        for side, other in exchanges:
-            s.send(operand(side, rank), other)
-            s.recv(operand(side, other), other)
-        s.next()
-        s.tile(*shards)
-        s.next()
-        for side, other in exchanges:
-            s.send(partial(side, other), other)
-            s.recv(partial(side, rank), other)
+        partners = [(side, rank, other, other) for side in Side for other in shards[side][1:]]
+        gather_and_scatter(s, partners, *shards)
         return s.done()
 
     return script
+
+
+def gather_and_scatter(
+    s: RankBuilder, partners: list[tuple[Side, int, int, int]], q: Iterable[int], kv: Iterable[int]
+) -> None:
+    """Write a rank's steps of one tile between two exchanges.
+
+    Args:
+        partners: side, shard held here, shard held there, rank of every exchange.
+    """
+    for side, held_shard, shard, member in partners:
+        s.send(operand(side, held_shard), member)
+        s.recv(operand(side, shard), member)
+    s.next()
+    s.tile(q, kv)
+    s.next()
+    for side, held_shard, shard, member in partners:
+        s.send(partial(side, shard), member)
+        s.recv(partial(side, held_shard), member)
+    s.next()

@@ -119,10 +119,8 @@ def _by_node(table: Table, n: int, size: int) -> list[_Share]:
         if reader // size != source // size:
             far_readers[reader // size][source].append(reader)
     for first_rank in range(0, n, size):
-        node, sources = (
-            range(first_rank, min(first_rank + size, n)),
-            far_readers[first_rank // size],
-        )
+        node = range(first_rank, min(first_rank + size, n))
+        sources = far_readers[first_rank // size]
         routes: dict[int, list[_Route]] = {rank: [] for rank in node}
         load = dict.fromkeys(node, 0)
         for source in sorted(sources, key=lambda source: (source - first_rank) % n):

@@ -65,11 +65,9 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
                 raise ValueError(
                     f"ulysses needs an inner plan that is not pruned, not {inner.name}"
                 )
-            side, role, first_shard = (
-                transfer.item.side,
-                transfer.item.role,
-                transfer.item.shard * degree,
-            )
+            side = transfer.item.side
+            role = transfer.item.role
+            first_shard = transfer.item.shard * degree
             return (Item(side, role, first_shard + part, heads) for part in range(degree))
 
         for peer in team:

@@ -70,16 +70,18 @@ class KernelCall(_Fields):
         return sum([stop - start for start, stop in self.k])
 
     @property
+    def as_slices(self) -> tuple[Slice, ...]:
+        """The call's slices; a full or a causal call is one, unless it has no rows or no keys."""
+        m, n = self.num_q, self.num_k
+        if self.kind is Kind.SLICES or not (m and n):
+            return self.slices
+        causal = self.kind is Kind.CAUSAL
+        return (Slice(0, m, 0, 0, n - m + 1 if causal else n, int(causal)),)
+
+    @property
     def area(self) -> int:
         """Allowed (query, key) pairs."""
-        m, n = self.num_q, self.num_k
-        match self.kind:
-            case Kind.FULL:
-                return m * n
-            case Kind.CAUSAL:
-                return m * n - m * (m - 1) // 2
-            case Kind.SLICES:
-                return sum(s.area for s in self.slices)
+        return sum(s.area for s in self.as_slices)
 
     @property
     def computed(self) -> int:

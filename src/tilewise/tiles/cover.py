@@ -131,14 +131,10 @@ def cover(block: Block, square_causal: bool) -> list[CallPiece]:
         return []
     first_slice, last_slice = block[0], block[-1]
     a, b = first_slice.q0, last_slice.q1
-    lo_a, hi_a = (
-        first_slice.lo + first_slice.lo_slope * a,
-        first_slice.hi + first_slice.hi_slope * a,
-    )
-    lo_b, hi_b = (
-        last_slice.lo + last_slice.lo_slope * (b - 1),
-        last_slice.hi + last_slice.hi_slope * (b - 1),
-    )
+    lo_a = first_slice.lo + first_slice.lo_slope * a
+    hi_a = first_slice.hi + first_slice.hi_slope * a
+    lo_b = last_slice.lo + last_slice.lo_slope * (b - 1)
+    hi_b = last_slice.hi + last_slice.hi_slope * (b - 1)
     if lo_a == lo_b and hi_a == hi_b:
         return [CallPiece(Kind.FULL, ((a, b),), ((lo_a, hi_a),))]
     if len(block) == 1 and lo_a == lo_b:
@@ -252,22 +248,16 @@ def _join_small(pieces: list[CallPiece]) -> list[CallPiece]:
     """Join small pieces to SLICES where a call saved outweighs the cells wasted."""
     pieces_done: list[CallPiece] = []
     members: list[CallPiece] = []
-    q, k, cells, cells_apart = (
-        (),
-        (),
-        0,
-        0,
-    )  # the open call: rows, keys, its cells, those of its members
+    q, k = (), ()  # rows and keys of the open call
+    cells = cells_apart = 0  # its cells, and those of its members
     for piece in pieces:
         computed = piece.computed
         if computed > 2 * WASTE_CELLS:
             pieces_done.append(piece)
             continue
         joined_q, joined_k = _widen(q, piece.q), _widen(k, piece.k)
-        joined_cells, cells_apart = (
-            count_rows(joined_q) * count_rows(joined_k),
-            cells_apart + computed,
-        )
+        joined_cells = count_rows(joined_q) * count_rows(joined_k)
+        cells_apart += computed
         if members and joined_cells <= min(
             cells + computed + CALL_CELLS, cells_apart + WASTE_CELLS, MAX_CELLS
         ):
@@ -409,10 +399,8 @@ def _call(piece: CallPiece, q_rows: np.ndarray, k_rows: np.ndarray) -> KernelCal
 def _local(s: Slice, piece: CallPiece) -> Slice:
     """A slice in the coordinates of its piece's call: each range moves to its place in the call."""
     rows_moved, keys_moved = _shift(piece.q, s.q0), _shift(piece.k, s.lo + s.lo_slope * s.q0)
-    lo, hi = (
-        s.lo - keys_moved + s.lo_slope * rows_moved,
-        s.hi - keys_moved + s.hi_slope * rows_moved,
-    )
+    lo = s.lo - keys_moved + s.lo_slope * rows_moved
+    hi = s.hi - keys_moved + s.hi_slope * rows_moved
     return Slice(s.q0 - rows_moved, s.q1 - rows_moved, lo, s.lo_slope, hi, s.hi_slope)
 
 

@@ -66,7 +66,7 @@ class LeafPairs(NamedTuple):
     kv_heads: tuple[int, int] | None = None
 
 
-class Side(NamedTuple):
+class LeafSide(NamedTuple):
     """One side of a tile.
 
     Attributes:
@@ -80,7 +80,7 @@ class Side(NamedTuple):
     local: NDArray[np.int64]
 
 
-def leaf_pairs(q: Side, k: Side, mask: Mask) -> LeafPairs:
+def leaf_pairs(q: LeafSide, k: LeafSide, mask: Mask) -> LeafPairs:
     """The calls of a tile, for a mask that is the same for all heads."""
     sides = _leaves(q), _leaves(k)
     pairs: list[LeafPair] = []
@@ -96,7 +96,7 @@ def _span(edges: Sequence[int], start: int) -> tuple[int, int]:
     return start, edges[int(np.searchsorted(edges, start)) + 1]
 
 
-def _leaves(side: Side) -> tuple[Leaf, ...]:
+def _leaves(side: LeafSide) -> tuple[Leaf, ...]:
     """The leaves of which rows are here."""
     edges, positions, local = side
     leaf = np.searchsorted(edges, positions, "right") - 1

@@ -143,14 +143,13 @@ def block_edges(num_tokens: int) -> list[int]:
 
 
 @lru_cache(maxsize=64)
-@lru_cache(maxsize=64)
 def check_blocks(layout: Layout) -> None:
     """Raise ValueError unless each block lies on one rank, in order."""
     if not layout.is_partition:
         raise ValueError(
             f"{layout!r} gives tokens to several ranks; by_blocks takes one owner each"
         )
-    edges = *range(0, layout.num_tokens, BLOCK), layout.num_tokens
+    edges = block_edges(layout.num_tokens)
     split = split_blocks(layout, edges)
     if split:
         start, stop = edges[split[0] : split[0] + 2]

@@ -41,7 +41,7 @@ def _digest(content: bytes) -> bytes:
     return blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
-class Kind:
+class CallKind:
     """Facts that calls of one kind have in common.
 
     Args:
@@ -56,8 +56,10 @@ class Kind:
         self.key = _digest(json.dumps([*fields.items()]).encode())
 
 
-_REFUSED = Kind({"call": "a call that it refuses"})
-_UNCOMPARED = Kind({"call": "one that compares nothing (validate='never', no wire that rounds)"})
+_REFUSED = CallKind({"call": "a call that it refuses"})
+_UNCOMPARED = CallKind(
+    {"call": "one that compares nothing (validate='never', no wire that rounds)"}
+)
 
 
 class _Value(NamedTuple):
@@ -93,7 +95,7 @@ class _Current(NamedTuple):
     number: int
     digest: bytes
     comparing: bool
-    kind: Kind
+    kind: CallKind
     values: Mapping[str, str]
     error: str | None
 
@@ -119,7 +121,7 @@ class Agreement:
     def call(
         self,
         transport: Transport,
-        kind: Kind | None,
+        kind: CallKind | None,
         error: str | None = None,
         mode: Validate = "first",
         values: Mapping[str, str] = _NONE,
@@ -167,7 +169,7 @@ class Agreement:
     def largest(self, transport: Transport, name: str, value: int) -> int:
         """The largest value that any rank passes; raises where a rank is in another call."""
         before = self._now
-        self._step(Kind({"call": name}), _NONE, comparing=True)
+        self._step(CallKind({"call": name}), _NONE, comparing=True)
         own = encoded({name: str(value)}, None, before.number)
         records = [_decode(record) for record in transport.gather_records(own)]
         found = [record.fields.get(name) for record in records]
@@ -208,7 +210,7 @@ class Agreement:
 
     def _step(
         self,
-        kind: Kind,
+        kind: CallKind,
         values: Mapping[str, str],
         comparing: bool = False,
         error: str | None = None,
@@ -244,7 +246,7 @@ class Agreement:
         raise ValueError(verdict)
 
     def _compare(
-        self, transport: Transport, kind: Kind, error: str | None, values: Mapping[str, str]
+        self, transport: Transport, kind: CallKind, error: str | None, values: Mapping[str, str]
     ) -> None:
         before = self._now
         self._step(kind, values, True, error)
@@ -289,7 +291,7 @@ def agree(
     Args:
         fields: of the call's kind; None where there is an error.
     """
-    kind = None if fields is None else Kind(fields)
+    kind = None if fields is None else CallKind(fields)
     agreement_of(transport).call(transport, kind, error, mode, values, compared_values)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise.plan.kept import RecentValues
 from tilewise.transport.nccl_groups import gloo_group
-from tilewise.transport.posted import Link, wait_for
+from tilewise.transport.posted import WatchedGroup, wait_for
 from tilewise.transport.protocol import TeamMessages
 
 MARKED_BYTES = 2**18
@@ -109,7 +109,7 @@ class MarkedExchange:
     """
 
     def __init__(
-        self, messages: TeamMessages, mark: bytes, link: Link, buffers: MarkedBuffers
+        self, messages: TeamMessages, mark: bytes, link: WatchedGroup, buffers: MarkedBuffers
     ) -> None:
         group, sizes, team = link.group, messages.sizes, messages.team
         place = group.rank() - team.start

@@ -11,7 +11,7 @@ from tilewise.transport.protocol import Message, TeamMessages
 from tilewise.transport.watch import Watch
 
 
-class Link(NamedTuple):
+class WatchedGroup(NamedTuple):
     """The group that an operation was posted on, and what watches waits for it."""
 
     group: dist.ProcessGroup
@@ -32,7 +32,7 @@ class Posted:
         work: dist.Work,
         messages: Sequence[Message],
         verb: str,
-        link: Link,
+        link: WatchedGroup,
         joined: Tensor | None = None,
         splits: bool = False,
     ) -> None:
@@ -54,7 +54,7 @@ class Posted:
 
 
 def wait_for(
-    work: dist.Work, messages: Sequence[Message] | TeamMessages, verb: str, link: Link
+    work: dist.Work, messages: Sequence[Message] | TeamMessages, verb: str, link: WatchedGroup
 ) -> None:
     """Wait for an operation of a group under a watch.
 

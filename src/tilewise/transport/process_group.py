@@ -25,9 +25,9 @@ from tilewise.transport.nccl_groups import agreed_node_size, gloo_group, lane_gr
 from tilewise.transport.nodes import host_digest, local_world_size, node_size_of
 from tilewise.transport.posted import (
     AllPosted,
-    Link,
     PairwiseExchange,
     Posted,
+    WatchedGroup,
     wait_for,
 )
 from tilewise.transport.protocol import Handle, Message, TeamMessages, travelling
@@ -134,7 +134,7 @@ class DistTransport:
             self.node_size = agreed_node_size(group, self._lanes[0], node_size)
             if self.node_size:
                 self._lanes.append(lane_group(group, 1))
-        self._link = Link(self._lanes[0], self._watch)
+        self._link = WatchedGroup(self._lanes[0], self._watch)
         self._receiving: deque[Posted | PairwiseExchange | MarkedExchange] = deque()
         self._pairwise: PairwiseExchange | None = None  # the last one
         self._sending: defaultdict[int, deque[Sequence[Posted]]] = defaultdict(deque)
@@ -214,7 +214,7 @@ class DistTransport:
         group = gloo_group(self.process_group)
         found = [torch.empty_like(own) for _ in range(self.world_size)]
         work = group.allgather([found], [own])
-        wait_for(work, (), "comparing with", Link(group, self._watch))
+        wait_for(work, (), "comparing with", WatchedGroup(group, self._watch))
         return found
 
     def finish(self) -> None:
@@ -301,7 +301,9 @@ class DistTransport:
         for batch in nccl_batches(sends, recvs, self.rank, self.world_size):
             messages = [message for _, message in batch]
             work = post_batch(group, batch)
-            posted.append(Posted(work, messages, "exchanging with", Link(group, self._watch)))
+            posted.append(
+                Posted(work, messages, "exchanging with", WatchedGroup(group, self._watch))
+            )
         return posted
 
     def _reap(self, lane: int, keep: int) -> None:

@@ -116,10 +116,8 @@ class Examination:
     def of_loss(self) -> Diagnosis | None:
         """Return what is wrong about the loss or labels, if it is; or nothing at all."""
         comparison, facts = self.comparison, dict[str, Any]()
-        whole_loss, losses = (
-            comparison.whole.loss or 0.0,
-            [r.loss for r in comparison.ranks if r.loss is not None],
-        )
+        whole_loss = comparison.whole.loss or 0.0
+        losses = [r.loss for r in comparison.ranks if r.loss is not None]
         ranks_without_number = [rank for rank, x in enumerate(losses) if not math.isfinite(x)]
         if ranks_without_number:
             return Diagnosis({"nan_loss": ", ".join(map(str, ranks_without_number))})
@@ -140,10 +138,8 @@ class Examination:
         if max(self.scales) - min(self.scales) > UNEVEN * max(map(abs, self.scales)):
             scale_text = f"gradients are {_listed(self.scales)} times what is right on the ranks"
             return Diagnosis({"gradient_ratio": f"{scale_text}, before any layer"})
-        whole_gradients, outputs = (
-            self.comparison.whole.tables["gradient"],
-            self.comparison.whole.outputs,
-        )
+        whole_gradients = self.comparison.whole.tables["gradient"]
+        outputs = self.comparison.whole.outputs
         wrong_modules = {
             name
             for name in whole_gradients
@@ -482,10 +478,8 @@ class Examination:
                 out = first_rows(copy.deepcopy(module)(*positional, **arguments))
         except Exception:  # whatever a module raises that is called without its other arguments
             return {}
-        split_output, limit = (
-            record.outputs[layer],
-            float(self.comparison.limits("output", layer)[0]),
-        )
+        split_output = record.outputs[layer]
+        limit = float(self.comparison.limits("output", layer)[0])
         if rows is None or out is None or out.shape != split_output.shape:
             return {}
         if float((out.double().cpu() - split_output).norm()) > limit * float(split_output.norm()):
@@ -589,10 +583,8 @@ def _other_labels(rows: MatchedRows, limit: float) -> str | None:
     is_two_numbers = change_sizes[:, :2].square().sum(1) >= MOSTLY_TWO * change_sizes.square().sum(
         1
     )
-    first_change, second_change = (
-        change.gather(1, columns[:, :1])[:, 0],
-        change.gather(1, columns[:, 1:2])[:, 0],
-    )
+    first_change = change.gather(1, columns[:, :1])[:, 0]
+    second_change = change.gather(1, columns[:, 1:2])[:, 0]
     is_two_numbers &= (first_change + second_change).abs() <= 0.1 * first_change.abs()
     without_gradient = (rows.want[is_wrong].norm(dim=1) == 0) | (
         rows.got[is_wrong].norm(dim=1) == 0

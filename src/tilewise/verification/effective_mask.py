@@ -143,10 +143,8 @@ class EffectiveMask:
         scores = self._probe.scores(
             right_heads, [self.softmax_scale] * len(right_heads), self.softcap
         )
-        right_weights, weights = (
-            scores.masked_fill(~dense, -torch.inf).softmax(-1).nan_to_num(),
-            self.weights,
-        )
+        right_weights = scores.masked_fill(~dense, -torch.inf).softmax(-1).nan_to_num()
+        weights = self.weights
         sums = weights.sum(-1, keepdim=True).clamp(max=1.0)
         attended = sums[sums > 0]
         # What a sink takes differs from row to row.

@@ -68,10 +68,8 @@ class LayerOrder:
 
     def forward(self) -> Facts:
         """Find wrong states and short convolutions, by changing rows of the input."""
-        whole, split = (
-            self._changes(self.run, whole=True),
-            self._changes(self._split(), whole=False),
-        )
+        whole = self._changes(self.run, whole=True)
+        split = self._changes(self._split(), whole=False)
         n = self.pieces.num_tokens
         reach = reach_of(whole, n)
         if reach == -1:

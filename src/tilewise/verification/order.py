@@ -242,10 +242,8 @@ def short_columns(result: Tensor, leaves: dict[str, Tensor], row: int) -> dict[s
         if grad is None:
             continue
         rows = grad.reshape(-1, grad.shape[-1])[: len(result)] != 0
-        reads_near, reads_far = (
-            rows[max(row - MOST_REACH, 0) : row].any(0),
-            rows[: max(row - MOST_REACH, 0)],
-        )
+        reads_near = rows[max(row - MOST_REACH, 0) : row].any(0)
+        reads_far = rows[: max(row - MOST_REACH, 0)]
         columns = (reads_near & ~reads_far.any(0)).nonzero().flatten().tolist()
         if columns:
             columns_by_module[name] = columns

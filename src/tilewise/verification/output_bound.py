@@ -128,10 +128,8 @@ def attention_bound(
     tensors_by_side = {"q": rows[0]}, {"k": rows[1], "v": rows[2]}
     error_by_name = errors(code, tensors_by_side)
     zero = options.get("sink") is not None or problem.scores.dropout_p > 0
-    key_norms, spread = (
-        keys(forward, transport, tensors_by_side[1], error_by_name, q.shape[-2], zero),
-        None,
-    )
+    key_norms = keys(forward, transport, tensors_by_side[1], error_by_name, q.shape[-2], zero)
+    spread = None
     if wire_of(forward.payload) != Plain(dtype_name(forward.payload.dtype)):
         distances = rows_last((rows[2].double() - key_norms.middle) / key_norms.reach, batched)
         spread = _spread(problem, (q, k, distances.square()), key_norms, lse, options)
@@ -202,10 +200,8 @@ def output_bound(
     q_norms = norms(*q)
     score_shift = shift(scores.scale, q_norms, key_norms, payload.dtype, payload.head_dim)
     rounded_values = rounding(problem, False, Side.Q) * (key_norms.v.most + key_norms.v.error_most)
-    by_scores, by_values = (
-        torch.tanh(score_shift.total / 2) * key_norms.spread,
-        key_norms.v.error_most,
-    )
+    by_scores = torch.tanh(score_shift.total / 2) * key_norms.spread
+    by_values = key_norms.v.error_most
     if spread is not None:
         weight_margin = torch.exp(8 * score_shift.by_arithmetic)  # the two passes' weights
         weights, values = weight_margin * spread.weights, weight_margin[..., None] * spread.values

@@ -76,10 +76,8 @@ def errors(code: Code, named: Sequence[Named]) -> dict[str, Tensor]:
         if op.field.wire is None or not x.numel():
             continue
         arrives = decode(op.field, encode(op.field, x, op.counter), torch.empty_like(x))
-        error, largest_error = (
-            x.double() - arrives.double(),
-            part_of(error_by_name[name], op.source),
-        )
+        error = x.double() - arrives.double()
+        largest_error = part_of(error_by_name[name], op.source)
         largest_error.copy_(torch.where(error.abs() > largest_error.abs(), error, largest_error))
     return error_by_name
 

@@ -46,15 +46,6 @@ class Options(NamedTuple):
     sink: Tensor | None = None
 
 
-REFUSED: tuple[tuple[Callable[[Options], bool], str], ...] = (
-    (
-        lambda given: bool(given.deterministic),
-        "deterministic=True of ring-flash-attn is not supported: results are merged in a fixed "
-        "order, but what a device's kernel does in its backward pass is not checked; pass False",
-    ),
-)
-
-
 class TokenSplit(NamedTuple):
     """Tokens of every rank.
 
@@ -101,9 +92,12 @@ def attend(
     n = transport.world_size
 
     def checked() -> tuple[TokenSplit, TokenSplit, Mask, Alibi | None]:
-        for is_given, message in REFUSED:
-            if is_given(options):
-                raise ValueError(message)
+        if options.deterministic:
+            raise ValueError(
+                "deterministic=True of ring-flash-attn is not supported: results are merged in a "
+                "fixed order, but what a device's kernel does in its backward pass is not checked; "
+                "pass False"
+            )
         tokens = split(q, n)
         keys = tokens if k.shape[-3] == q.shape[-3] else split(k, n)
         mask = _mask(tokens.documents, options.causal, *options.window_size)

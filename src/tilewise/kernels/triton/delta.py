@@ -55,11 +55,11 @@ def _put(
     BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """out_c = rest / dout_c column by column, rest being what of delta earlier columns left."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = at < num
-    head = at % num_heads
-    batch = at // num_heads % num_batch
-    row = at // num_heads // num_batch
+    head = (at % num_heads).to(tl.int64)  # offsets have 64 bits, but divisions of those are slow
+    batch = (at // num_heads % num_batch).to(tl.int64)
+    row = (at // num_heads // num_batch).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = here[:, None] & (column < HEAD_DIM)[None, :]
     place = dout + ((row * d_row + batch * d_batch + head * d_head) * STEP)[:, None]

@@ -123,6 +123,8 @@ def _finish(
         blend_rows(out, first, out_row, end, result, came / both, V_DIM)
     else:
         put_rows(out, first, out_row, end, result, False, V_DIM)
+    if ADD:  # several threads may hold a row's number: none stores before all have loaded
+        tl.debug_barrier()
     tl.store(at, found, mask=rows < end)
 
 

@@ -19,10 +19,10 @@ from tilewise.kernels.protocol import (
     Accumulators,
     Asked,
     Gradients,
+    Operands,
     ProvidedKernel,
     Scores,
-    no_gradients,
-    no_keys,
+    Tensors,
 )
 from tilewise.kernels.triton.tuning import LaunchBlocks, Tuning, tuning_for
 from tilewise.kernels.triton.views import in_steps, view_of
@@ -91,24 +91,16 @@ class TritonSlices(ProvidedKernel):
             return f"it runs on cuda, not on {asked.device_type}"
         return None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        call: KernelCall,
-        scale: float,
-        into: Accumulators | None = None,
-        scores: Scores | None = None,
+    def attend_into(
+        self, qkv: Tensors, call: KernelCall, scores: Scores, into: Accumulators | None
     ) -> Accumulators:
-        scores = scores or Scores(scale)
-        if not (len(q) and len(k)):
-            return into or no_keys(q, v, torch.float32, scores.max_logit)
+        q, k, v = qkv
         out, lse, *largest = result = into or (
             _empty(q, v.shape[-1]),
             *(_empty(q[..., 0]) for _ in range(1 + scores.max_logit)),
         )
         # the kernel takes the largest score before it scales: scale must be positive
+        scale = scores.scale
         q, scale = (q, scale) if scale > 0 else (-q, -scale) if scale else (torch.zeros_like(q), 1)
         launch = _Launch(self._tuning(q, v).forward, call, into is not None, scores)
         views = [view_of(x) for x in (q, k, v, out, lse, largest[0] if largest else lse)]
@@ -116,38 +108,26 @@ class TritonSlices(ProvidedKernel):
         launch(_kernels()[0], views, (len(q),), scale * math.log2(math.e), PEAKS=bool(largest))
         return result
 
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        call: KernelCall,
-        scale: float,
-        into: Gradients | None = None,
-        scores: Scores | None = None,
+    def differentiate_into(
+        self, operands: Operands, call: KernelCall, scores: Scores, into: Gradients | None
     ) -> Gradients:
-        if not (len(q) and len(k)):
-            return into or no_gradients(q, k, v)
-        scores = scores or Scores(scale)
+        q, k, v, dout, lse, delta = operands
         tuning, add = self._tuning(q, v), into is not None
         at_once = None if self._is_deterministic() else tuning.at_once
         grads = into or (_empty(q).zero_() if at_once else _empty(q), _empty(k), _empty(v))
         _, by_rows, by_keys, _ = _kernels()
         statistics = _row_statistics(lse, delta)
-        *operands, dq, dk, dv = (view_of(x) for x in (q, k, v, dout, *grads))
+        *rows, dq, dk, dv = (view_of(x) for x in (q, k, v, dout, *grads))
         padded = statistics.shape[-1]
         if not at_once:
             launch = _Launch(tuning.dq, call, add, scores)
-            launch(by_rows, (*operands, dq, statistics), (len(q), padded), scale)
+            launch(by_rows, (*rows, dq, statistics), (len(q), padded), scores.scale)
         passes = (at_once,) if at_once else tuning.keys
         for i, blocks in enumerate(passes):
             made = {"DK": i == 0, "DV": i == len(passes) - 1, "DQ": bool(at_once), "UNIT": UNIT}
             launch = _Launch(blocks, call, add, scores, of_keys=True)
-            views = *operands, dq, dk, dv, statistics
-            launch(by_keys, views, (len(k), padded), scale, **made)
+            views = *rows, dq, dk, dv, statistics
+            launch(by_keys, views, (len(k), padded), scores.scale, **made)
         return grads
 
     def _tuning(self, q: Tensor, v: Tensor) -> Tuning:

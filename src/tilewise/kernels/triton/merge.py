@@ -45,11 +45,11 @@ def _merge(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """lse = log(exp lse_a + exp lse_b); out_a moves to out_b by the share exp(lse_b - lse)."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = at < num
-    head = at % num_heads
-    batch = at // num_heads % num_batch
-    row = at // num_heads // num_batch
+    head = (at % num_heads).to(tl.int64)  # offsets have 64 bits, but divisions of those are slow
+    batch = (at // num_heads % num_batch).to(tl.int64)
+    row = (at // num_heads // num_batch).to(tl.int64)
     lse_place = lse_acc + row * la_row + batch * la_batch + head * la_head
     a = tl.load(lse_place, mask=here, other=0.0)
     b = tl.load(lse + row * l_row + batch * l_batch + head * l_head, mask=here, other=0.0)
@@ -60,7 +60,6 @@ def _merge(
     both = tl.exp(a - top) + of_b
     # a row that neither side reaches keeps out_a, which is 0
     share = tl.where(b == float("-inf"), 0.0, of_b / tl.where(both == 0.0, 1.0, both))
-    tl.store(lse_place, top + tl.log(both), mask=here)
     column = tl.arange(0, WIDTH)
     inside = here[:, None] & (column < HEAD_DIM)[None, :]
     place = out_acc + ((row * oa_row + batch * oa_batch + head * oa_head) * OLD_STEP)[:, None]
@@ -69,4 +68,8 @@ def _merge(
     other += column[None, :] * o_column
     x = tl.load(place, mask=inside, other=0.0)
     y = tl.load(other, mask=inside, other=0.0).to(x.dtype)
+    # Several threads hold the same number where a block has more threads than rows: none may store
+    # before all have loaded.
+    tl.debug_barrier()
+    tl.store(lse_place, top + tl.log(both), mask=here)
     tl.store(place, x + (y - x) * share[:, None].to(x.dtype), mask=inside)

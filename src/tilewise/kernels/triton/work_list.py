@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.tiles.calls import KernelCall, Kind, Slice
+from tilewise.tiles.calls import KernelCall
 
 FAR = 1 << 30  # farther than any index: an end that does not bind
 UNIT = 2  # rows at which runs of blocks of keys begin: their statistics are loaded in pairs
@@ -117,15 +117,7 @@ def _by_key(call: KernelCall) -> _Bands:
 
 
 def _columns(call: KernelCall) -> np.ndarray:
-    m, n = call.num_q, call.num_k
-    match call.kind:
-        case Kind.FULL:
-            slices = (Slice(0, m, 0, 0, n, 0),)
-        case Kind.CAUSAL:
-            slices = (Slice(0, m, 0, 0, n - m + 1, 1),)
-        case Kind.SLICES:
-            slices = call.slices
-    return np.asarray(slices if m and n else (), np.int64).reshape(-1, 6).T
+    return np.asarray(call.as_slices, np.int64).reshape(-1, 6).T
 
 
 def _merged(

@@ -44,10 +44,8 @@ def _split(length: int, kept: dict[int, int], gap: np.ndarray):
             first_row = min(
                 int(np.searchsorted(sizes, document_area - area_of_later)), len(sizes) - 1
             )
-            rank_rows, rows = (
-                rows[first_row : first_row + num_rows],
-                np.delete(rows, slice(first_row, first_row + num_rows)),
-            )
+            rank_rows = rows[first_row : first_row + num_rows]
+            rows = np.delete(rows, slice(first_row, first_row + num_rows))
         else:
             later_ranks = ranks[i:]
             target = document_area * max(gap[r], 1.0) / sum(max(gap[x], 1.0) for x in later_ranks)
@@ -59,10 +57,8 @@ def _split(length: int, kept: dict[int, int], gap: np.ndarray):
             )
             first_count = int(np.abs(sizes - target).argmin())
             second_start = len(rows) - (num_rows - first_count)
-            rank_rows, rows = (
-                np.concatenate([rows[:first_count], rows[second_start:]]),
-                rows[first_count:second_start],
-            )
+            rank_rows = np.concatenate([rows[:first_count], rows[second_start:]])
+            rows = rows[first_count:second_start]
         size = float(rank_rows.sum() + len(rank_rows))
         document_area -= size
         gap[r] -= size

@@ -126,10 +126,8 @@ def _foreseen(entry: PlannedRow) -> tuple[str, str, Prediction]:
         return "unsupported", reason, prediction
     free, needed, what_needs_it = available_bytes(case.device), needed_bytes(case), "inputs"
     if needed <= free:
-        prediction, what_needs_it = (
-            entry.contender.predict(case, entry.machine),
-            "inputs and the run",
-        )
+        prediction = entry.contender.predict(case, entry.machine)
+        what_needs_it = "inputs and the run"
         needed += case.world_size * (prediction.peak_bytes or 0)
     if needed <= free:
         return "", "", prediction

@@ -216,10 +216,8 @@ def _grid(grid: Mapping[str, Any], file: str, lines: Mapping[str, int]) -> Grid:
     for name, values in grid.items():
         place = f"{file}, line {lines.get(name, '?')}, grid"
         _known([name], FIELDS, place)
-        value_type, values = (
-            FIELDS[name].of,
-            tuple(values) if isinstance(values, list) else (values,),
-        )
+        value_type = FIELDS[name].of
+        values = tuple(values) if isinstance(values, list) else (values,)
         accepted_types = (int, float) if value_type is float else value_type
         if not values or not all(isinstance(v, accepted_types) and v is not True for v in values):
             raise ValueError(

@@ -182,11 +182,9 @@ def memory(rows: Iterable[Row], colours: Colours) -> Figure | None:
     case_rows = sorted(case.rows, key=lambda row: float(row["peak_bytes"]))
     parts = []
     for row in case_rows:
-        name, peak_bytes, planned = (
-            row["contender"],
-            row["peak_bytes"],
-            row.get("predicted_peak_bytes"),
-        )
+        name = row["contender"]
+        peak_bytes = row["peak_bytes"]
+        planned = row.get("predicted_peak_bytes")
         planned_text = f", planned {quantity(planned, 'B')}" if planned is not None else ""
         note = f"{name}\n{quantity(peak_bytes, 'B')}{planned_text}"
         parts.append(Series(name, [name], [peak_bytes], [note], colours[name]))
@@ -274,10 +272,8 @@ def along(
     if measure is None:
         measure = TIME if is_timed(facet.rows[0]) else SPEED
     title, unit, name, scale = measure.title, measure.unit, measure.name, measure.scale
-    field_words, rows_with_figure = (
-        FIELDS[field],
-        [row for row in facet.rows if row.get(measure.name)],
-    )
+    field_words = FIELDS[field]
+    rows_with_figure = [row for row in facet.rows if row.get(measure.name)]
     if not rows_with_figure:
         return None
     parts = []

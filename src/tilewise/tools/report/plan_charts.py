@@ -66,10 +66,8 @@ def seconds(entries: Iterable[StudyEntry]) -> Figure:
         "Forward and backward. Compute is that of the busiest rank, waiting that of the rank that "
         "waits longest, so the two may add up to a little more than the time."
     )
-    drawing, table = (
-        _stacked(entries, "time", "s", parts),
-        TextTable(CELLS, (*map(_cells, entries),)),
-    )
+    drawing = _stacked(entries, "time", "s", parts)
+    table = TextTable(CELLS, (*map(_cells, entries),))
     return Figure("seconds", "Time by strategy, fastest first", caption, drawing, table)
 
 

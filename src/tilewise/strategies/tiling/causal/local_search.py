@@ -98,10 +98,8 @@ class _Trees:
 
     def fits(self, transfer: TimedTransfer, dst: int) -> bool:
         """Return whether values on the way from dst home stay within the limit of roundings."""
-        rounded, old_path = (
-            self.rounded[transfer.piece],
-            set(self._way(transfer.piece, transfer.dst)),
-        )
+        rounded = self.rounded[transfer.piece]
+        old_path = set(self._way(transfer.piece, transfer.dst))
         limit = REACH - rounded[transfer.src]
         return all(r in old_path or rounded[r] <= limit for r in self._way(transfer.piece, dst))
 
