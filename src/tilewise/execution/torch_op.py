@@ -212,7 +212,7 @@ def attend(
 def attend_compiled(
     q: Tensor, k: Tensor, v: Tensor | None, call: Call, seed: int | None, bias: Tensor | None
 ) -> Results:
-    """As attend, in code that torch.compile compiles; ranks do not compare sinks.
+    """Return what attend does, in code that torch.compile compiles; ranks do not compare sinks.
 
     Args:
         seed: of dropout, which is no constant, and not in the call.
