@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.kernels.triton.kernel import Lists, ScoreRule, TensorView
+from tilewise.kernels.triton.kernel import Lists, ScoreRule
 from tilewise.kernels.triton.tuning import LaunchBlocks, tuning_for
+from tilewise.kernels.triton.views import TensorView
 from tilewise.kernels.triton.work_list import UNIT
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

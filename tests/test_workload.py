@@ -263,7 +263,7 @@ def test_plans_of_one_call_fit_each_other():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dtype": "int8"}, r"dtype \('int8'\) must be float64"),
+        ({"dtype": "int8"}, r"dtype \('int8'\) must be 'float64'"),
         ({"wire_dtype": "fp8"}, r"wire_dtype \('fp8'\) must be"),
         ({"layout": "spiral"}, r"layout \('spiral'\) must be 'contiguous', 'zigzag'"),
         ({"layout": tw.zigzag(63, 4)}, "layout has 63 tokens, the workload 64"),
@@ -296,5 +296,5 @@ def test_presets_are_the_layers_of_published_models():
     assert flux.layout_for(8).sizes == (512 + 512,) * 8
     assert (wan.num_tokens, wan.num_heads, wan.head_dim) == (21 * 45 * 80, 40, 128)
     assert wan.layout_for(8) == tw.contiguous(75_600, 8)
-    with pytest.raises(ValueError, match="workload 'sora' is no preset; take one of flux, wan"):
+    with pytest.raises(ValueError, match="preset 'sora' is not known; take one of flux, wan"):
         tw.Workload.preset("sora", 8)

@@ -24,8 +24,9 @@ from benchmarks.study.video import video
 from benchmarks.study.where import ROWS as WHERE_ROWS
 from benchmarks.study.where import picture as where_picture
 from benchmarks.study.where import where
+from tilewise.arguments import of_kind
 from tilewise.masks.base import Causal, Full
-from tilewise.masks.lengths import DRAWS
+from tilewise.masks.lengths import Draw
 from tilewise.tools.cli.options import (
     AsJson,
     WorkOptions,
@@ -199,8 +200,8 @@ def _names(options: StudyOptions) -> list[str]:
             )
         if value is not None and len(mine) > 1:
             raise ValueError(f"--{option_name} ({shown}) is for one of {' and '.join(mine)}")
-    if options.draw is not None and options.draw not in DRAWS:
-        raise ValueError(f"--draw ({options.draw}) must be one of {', '.join(DRAWS)}")
+    if options.draw is not None:
+        of_kind("--draw", options.draw, Draw)
     return names
 
 

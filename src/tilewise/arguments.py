@@ -43,7 +43,7 @@ Schedule: TypeAlias = Literal["greedy", "eager", "kv_first", "gather", "paper"]
 
 class _Sizes(dict[str, int]):
     def __missing__(self, name: str) -> int:
-        raise ValueError(f"dtype ({shown(name)}) must be float64, float32, bfloat16 or float16")
+        return of_kind("dtype", name, DtypeName)  # which refuses it
 
 
 ITEM_BYTES = _Sizes({"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}).__getitem__
@@ -108,7 +108,7 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def dtype_name(dtype: object) -> DtypeName:
-    """The name of a torch dtype, or a name as it is; check_dtype knows which there are."""
+    """The name of a torch dtype, or a name as it is, which may be no DtypeName."""
     return cast(DtypeName, str(dtype).removeprefix("torch."))
 
 
@@ -131,6 +131,17 @@ def require_type(kind: type[T], name: str, value: object, example: str | None = 
         such = f", such as {example}" if example else ""
         raise ValueError(f"{name} ({shown(value)}) must be a {kind.__name__}{such}")
     return value
+
+
+def require_known(what: str, value: object, known: Iterable[str]) -> None:
+    """Refuse what is none of the names that are known.
+
+    Raises:
+        ValueError: "kernel 'cudnm' is not known; take one of cudnn, flex".
+    """
+    names = [*known]
+    if value not in names:
+        raise ValueError(f"{what} {value!r:.60} is not known; take one of {', '.join(names)}")
 
 
 def require_range(what: str, value: float, least: float = 1, most: float | None = None) -> None:
@@ -193,6 +204,21 @@ def real_number(name: str, value: Any) -> float:
         return math.inf if value > cast(Real, 0.0) else -math.inf
 
 
+def positive_number(name: str, value: Any, hint: str = "") -> float:
+    """The value as a float above 0.
+
+    Args:
+        hint: what to do instead, or what the number is; it ends the error.
+    Raises:
+        ValueError: "softcap (0.0) must be finite and above 0; leave it out for none", or as
+            real_number.
+    """
+    number = real_number(name, value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} ({value!r:.40}) must be finite and above 0{hint}")
+    return number
+
+
 def listed(name: str, values: Any, what: str) -> list[Any]:
     """Return the list of an iterable's entries; a text is no iterable.
 
@@ -233,11 +259,6 @@ def _is_iterable(value: Any) -> bool:
     except TypeError:  # of a tensor of no dimensions, too
         return False
     return not isinstance(value, str | bytes | Mapping)
-
-
-def check_dtype(what: str, name: str) -> None:
-    if name not in get_args(DtypeName):
-        raise ValueError(f"{what} ({shown(name)}) must be float64, float32, bfloat16 or float16")
 
 
 def checks_arguments(function: Callable[P, T]) -> Callable[P, T]:

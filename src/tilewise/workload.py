@@ -15,11 +15,10 @@ from tilewise.arguments import (
     LayoutName,
     Reduction,
     Save,
-    check_dtype,
     check_fields,
     checks_arguments,
     dtype_name,
-    of_kind,
+    require_known,
     whole_number,
 )
 from tilewise.compiler.canonical_check import check_codes, check_moves
@@ -35,7 +34,7 @@ from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.layouts.leaves import leaf_layouts
 from tilewise.masks.base import Full, Mask
 from tilewise.plan.ir import Item, Plan, find_symmetry
-from tilewise.plan.payload import accumulator, check_save, head_groups
+from tilewise.plan.payload import accumulator, head_groups
 from tilewise.plan.shifts import Symmetry, absolute
 from tilewise.wires.wire import AnyWire, Wires, plain_wires, wires_of
 
@@ -108,7 +107,6 @@ class Workload:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        check_dtype("dtype", self.dtype)
         if self.wire_dtype is not None:
             object.__setattr__(self, "wire_dtype", dtype_name(self.wire_dtype))
         check_fields(self)
@@ -126,8 +124,6 @@ class Workload:
                 raise ValueError(f"{shown} is more than any memory holds, {MOST_NUMBERS}")
         if wires.latent is not None:
             wires.latent.check(self.num_kv_heads, *self.widths, wires.latent.width)
-        check_save(self.save)
-        of_kind("reduction", self.reduction, Reduction)
         if self.canonical:
             check_exact_wires(wires, self.dtype)
         self.mask.check_tokens(self.num_tokens)
@@ -149,8 +145,7 @@ class Workload:
             name: "flux" (4,608 tokens, of which every rank holds the 512 of the text) or "wan"
                 (75,600 tokens).
         """
-        if name not in PRESETS:
-            raise ValueError(f"workload {name!r} is no preset; take one of {', '.join(PRESETS)}")
+        require_known("preset", name, PRESETS)
         num_tokens, num_text, num_heads, head_dim = PRESETS[name]
         layout = contiguous(num_tokens - num_text, whole_number("world_size", world_size))
         if num_text:

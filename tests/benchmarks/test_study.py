@@ -263,7 +263,7 @@ def test_tables_go_to_a_file_and_to_a_page(tmp_path: Path, monkeypatch: pytest.M
         (["tiles", "--rows", "x.jsonl"], "--rows (x.jsonl) is of contexts or where; add it"),
         (["tiles", "--png", "x.png"], "is of contexts or where"),
         (["where", "contexts", "--rows", "x"], "--rows (x) is for one of contexts and where"),
-        (["contexts", "--draw", "theirs"], "--draw (theirs) must be one of tilewise, longca"),
+        (["contexts", "--draw", "theirs"], "--draw ('theirs') must be 'tilewise' or 'longca'"),
         (["contexts", "--method", "ulyses"], "--method (ulyses) must be one of ulysses, ring"),
         (["tiles", "--draws", "3"], "--draws (3) is of contexts; add it"),
         (["tiles", "--devices", "16"], "--devices (16) is of model; add it"),

@@ -240,7 +240,7 @@ def test_a_rank_of_4096_builds_its_own_program_alone(plan: Plan, monkeypatch: py
 
 
 def test_there_is_no_such_rank():
-    with pytest.raises(ValueError, match=r"rank \(4\) must be in 0..3"):
+    with pytest.raises(ValueError, match=r"rank \(4\) must be from 0 to 3"):
         tw.lower(tw.ring(4), 4)
 
 

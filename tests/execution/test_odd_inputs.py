@@ -154,12 +154,15 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "inner": (lambda: tw.ulysses(2, 4), r"inner \(4\) must be a Plan"),  # pyright: ignore
     "outer": (lambda: tw.hierarchical(4, tw.ring(2)), r"outer \(4\) must be a Plan"),  # pyright: ignore
-    "no kv_bytes": (lambda: tw.mesh(4, 2, kv_bytes=0), r"kv_bytes \(0\) must be a number above 0"),
+    "no kv_bytes": (lambda: tw.mesh(4, 2, kv_bytes=0), r"kv_bytes \(0\) must be finite and above"),
     "kv_bytes below 0": (lambda: tw.mesh(4, 2, kv_bytes=-1), r"kv_bytes \(-1\)"),
     "kv_bytes nan": (lambda: tw.mesh(4, 2, kv_bytes=float("nan")), r"kv_bytes \(nan\)"),
     "half a token": (lambda: tw.zigzag(2.5, 2), r"num_tokens \(2.5\) must be a whole number"),  # pyright: ignore
-    "rank before the first": (lambda: tw.zigzag(8, 2).positions(-1), r"rank \(-1\) .* in 0..1"),
-    "rank after the last": (lambda: tw.zigzag(8, 2).ranges(2), r"rank \(2\) .* in 0..1"),
+    "rank before the first": (
+        lambda: tw.zigzag(8, 2).positions(-1),
+        r"rank \(-1\) must be at least",
+    ),
+    "rank after the last": (lambda: tw.zigzag(8, 2).ranges(2), r"rank \(2\) must be from 0 to 1"),
     "tokens alone": (
         lambda: tw.ContextParallel(num_tokens=8).shard(torch.arange(8)),
         r"dim \(-3\) must be in -1..0 for a tensor \(8,\); name the one of its tokens",

@@ -232,7 +232,7 @@ def test_a_bias_of_each_batch_entry_or_one_for_all_heads_is_as_written_out(shape
         ({"alibi_slopes": torch.ones(2, HEADS), **LINEAR}, r"rank 1: slopes is \[2, "),
         ({"alibi_slopes": torch.ones(HEADS)}, "rank 1: alibi_slopes of TransformerEngine"),
         ({"score_mod": abs}, "rank 1: score_mod of TransformerEngine"),
-        ({"attn_mask_type": "arbitrary"}, r"rank 1: attn_mask_type \('arbitrary'\) must be one"),
+        ({"attn_mask_type": "arbitrary"}, r"rank 1: attn_mask_type 'arbitrary' is not known"),
         ({"qkv_format": "thd"}, "rank 1: qkv_format .* needs cu_seqlens_q"),
     ],
 )

@@ -16,6 +16,7 @@ from tilewise.kernels.binned import (
     merge_sums,
     rounded,
 )
+from tilewise.kernels.elementary import exp_parts
 from tilewise.plan.sums import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, MANY_TERMS, BinFormat
 
 CPU = torch.device("cpu")
@@ -143,9 +144,11 @@ def test_a_number_that_is_not_finite_makes_its_sum_nan_in_any_order(wrong: float
         assert rounded(sums, FLOAT64, torch.float64).isnan().all()
 
 
-def test_zeros_change_nothing() -> None:
+def test_zeros_and_subnormal_numbers_change_nothing() -> None:
     sums = blank_sums((1,), 2, FLOAT32, CPU)
-    add_terms(sums, torch.tensor([[0.0, -0.0]]), FLOAT32, exponents=torch.tensor([10**6]))
+    for x in (0.0, 2.0**-127, 2.0**-149):
+        add_terms(sums, torch.tensor([[x, -0.0]]), FLOAT32)
+        add_terms(sums, torch.tensor([[x, -0.0]]), FLOAT32, exponents=torch.tensor([10**6]))
     assert not sums.any()
     assert rounded(sums, FLOAT32, torch.float32).tolist() == [[0.0, 0.0]]
 
@@ -175,3 +178,11 @@ def test_scores_beyond_all_exponents_are_nan_or_nothing() -> None:
         add_terms(sums, torch.ones(1, 1), BFLOAT16, exponents=torch.tensor([exponent]))
         add_terms(sums, torch.ones(1, 1), BFLOAT16, exponents=torch.tensor([0]))
         assert rounded(sums, BFLOAT16, torch.float32).item() == pytest.approx(expected, nan_ok=True)
+
+
+def test_exp_of_any_number_is_a_number() -> None:
+    x = torch.tensor([-3.4e38, -1e30, -100.0, 0.0, 1e30, -math.inf, math.nan])
+    mantissas, exponents = exp_parts(x)
+    assert mantissas[:5].isfinite().all() and mantissas[5] == 0 and mantissas[6].isnan()
+    assert exponents.abs().max() <= 2**39
+    assert exponents[0] == exponents[1] < -(2**32)

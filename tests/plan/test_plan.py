@@ -79,7 +79,7 @@ def test_a_script_builds_one_rank_without_the_others():
 
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_there_is_no_such_rank(rank: int):
-    with pytest.raises(ValueError, match=rf"rank \({rank}\) must be in 0..3"):
+    with pytest.raises(ValueError, match=rf"rank \({rank}\) must be (from 0 to 3|at least 0)"):
         tw.ring(4).rank_steps(rank)
 
 

@@ -188,7 +188,7 @@ def test_a_model_that_only_fewer_ranks_can_run_is_given_to_groups_of_them():
 @pytest.mark.parametrize(
     ("library", "ranks", "message"),
     [
-        ("fairseq", None, r"library \('fairseq'\) must be one of megatron, torchtitan, accel"),
+        ("fairseq", None, r"library 'fairseq' is not known; take one of megatron, torchtitan"),
         ("megatron", 3, r"ranks \(3\) must divide the 8 devices"),
         ("megatron", 1, r"ranks \(1\) must be at least 2"),
     ],

@@ -187,8 +187,8 @@ def test_a_wrong_file_is_named_with_what_is_wrong(text: str, message: str, tmp_p
         ({"between": Link(0.0)}, "bandwidth of at least 1"),
         ({"between": Link(1e-320)}, "bandwidth of at least 1"),
         ({"inside": Link(1.0, 1e308)}, r"latency of 0 to 1e\+06 s"),
-        ({"launch_seconds": 1e308}, r"launch_seconds \(1e\+308\) must be at least 0 and at most"),
-        ({"launch_seconds": -1.0}, r"launch_seconds \(-1.0\) must be at least 0"),
+        ({"launch_seconds": 1e308}, r"launch_seconds \(1e\+308\) must be from 0 to"),
+        ({"launch_seconds": -1.0}, r"launch_seconds \(-1.0\) must be from 0"),
         ({"cores": 0.0}, r"cores \(0.0\) must be above 0"),
         ({"kernels": (grid(keys=(64.0, 16.0)),)}, "keys .* must be positive and ascend"),
         ({"kernels": (grid(flops=((1e9, 1e9),)),)}, "flops must be 2 rows of 2 numbers"),
@@ -251,7 +251,7 @@ def test_between_two_head_dims_the_time_of_a_pair_is_interpolated():
     [
         ({"call_seconds": (1e-4,)}, r"call_seconds \(\(0.0001,\)\) must be 2 values"),
         ({"merge_bandwidth": 0.0}, r"merge_bandwidth \(0.0\) must be above 0, or left out"),
-        ({"carry_seconds": -1.0}, r"carry_seconds \(-1.0\) must be at least 0"),
+        ({"carry_seconds": -1.0}, r"carry_seconds \(-1.0\) must be from 0"),
     ],
 )
 def test_overheads_out_of_range_are_refused(fields: dict, message: str):
@@ -266,9 +266,9 @@ def test_a_tokens_linear_layers_are_counted_in_pairs():
     twice_as_fast = h100.linear_pairs(8e9 / 32, 32, 128, flops=2 * attention)
     assert twice_as_fast == pytest.approx(8e9 / 32 / (4 * 32 * 128))
     for bad in (0.0, float("nan"), -1.0):
-        with pytest.raises(ValueError, match=r"parameters \(.*\) must be a number"):
+        with pytest.raises(ValueError, match=r"parameters \(.*\) must be (finite|a number)"):
             h100.linear_pairs(bad, 32, 128)
-        with pytest.raises(ValueError, match=r"flops \(.*\) must be a number"):
+        with pytest.raises(ValueError, match=r"flops \(.*\) must be (finite|a number)"):
             h100.linear_pairs(1e9, 32, 128, flops=bad)
 
 

@@ -217,7 +217,10 @@ def test_masks_are_read_with_their_precedence():
         (["ring(4)", "--num-tokens", "8"], "pruned by --mask; add it"),
         (["ring(4)", "--mask", "nothing"], "mask 'nothing' is not known; take one of full, causal"),
         (["ring(4)", "--mask", "causal & 3"], "is not a mask"),
-        (["ring(4)", "--check", "--reduction", "exact"], "('exact') must be fast or canonical"),
+        (
+            ["ring(4)", "--check", "--reduction", "exact"],
+            "reduction ('exact') must be 'fast' or 'canonical'",
+        ),
         (["ring(4)", "--mask", "window(-1, 0)"], "left (-1) must be at least 0"),
         (["ring(4)", "--mask", "document([0, 5])", "--num-tokens", "9"], "ends at 5"),
         (["(" * 300 + ")" * 300], "cannot be read"),
@@ -360,7 +363,7 @@ def test_advise_prints_a_setting_to_paste_its_cost_and_the_verdict():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("--for", "fairseq"), "library ('fairseq') must be one of megatron, torchtitan"),
+        (("--for", "fairseq"), "library 'fairseq' is not known; take one of megatron"),
         (("--model", "none.json"), "none.json cannot be read"),
         (("--tokens", "many"), "--tokens ('many') must be a number such as"),
         (("--machine", "h100x9"), "--machine ('h100x9') is neither a preset nor a file"),

@@ -56,7 +56,7 @@ def test_a_wrong_split_ends_with_1_and_a_page(file: Path, tmp_path: Path):
         (["nowhere"], "must be FILE.py:NAME of a function"),
         (["{file}:missing"], "has no 'missing'"),
         (["{file}:nothing"], "must return three things"),
-        (["{file}:right", "--timeout", "0"], "timeout (0.0) must be a number of seconds above 0"),
+        (["{file}:right", "--timeout", "0"], "timeout (0.0) must be finite and above 0: seconds"),
     ],
 )
 def test_bad_input_is_one_line(file: Path, words, message):

@@ -93,7 +93,7 @@ def test_what_is_no_wire_is_refused(given: dict[str, Any], message: str):
 def test_parts_of_a_set_are_wires():
     with pytest.raises(ValueError, match=r"partials \('float32'\) must be a Wire"):
         tw.wire.Wires(partials="float32")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"wire_dtype \('int8'\) must be float64"):
+    with pytest.raises(ValueError, match=r"wire_dtype \('int8'\) must be 'float64'"):
         tw.wire.Plain(torch.int8)  # pyright: ignore[reportArgumentType]
 
 

@@ -165,8 +165,7 @@ class Tree:
 
     def rows(self, sequence: int) -> Tensor:
         """Return where a sequence's tokens lie, in its order: LongTensor [its length]."""
-        if not 0 <= whole_number("sequence", sequence, None) < len(self._ranges):
-            raise ValueError(f"sequence ({sequence}) must be in 0..{len(self._ranges) - 1}")
+        whole_number("sequence", sequence, 0, len(self._ranges) - 1)
         return torch.cat([torch.arange(*run) for run in self._ranges[sequence]])
 
     def shard(self, cp: ContextParallel) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from tilewise.arguments import DtypeName, Validate, check_dtype, dtype_name, require_type
+from tilewise.arguments import DtypeName, Validate, dtype_name, of_kind, require_type
 from tilewise.compiler.resolved import CallShape, resolve_passes
 from tilewise.decoding.chunk import Chunk, num_held
 from tilewise.decoding.shape_checks import CacheShape
@@ -149,7 +149,7 @@ class KVCache:
 
         def check() -> tuple[tuple[Kernel, Scores, Storage], Fields]:
             shape.check_sizes()
-            check_dtype("wire_dtype", self.wire_dtype)
+            of_kind("wire_dtype", self.wire_dtype, DtypeName)
             scores = Scores(checked_scale(softmax_scale, head_dim), checked_softcap(softcap))
             asked = torch.device(device).type, dtype, max(widths)
             if kernel is None:
@@ -380,10 +380,7 @@ class KVCache:
             sink: its values are compared where the kind of call is.
         """
         try:
-            if self.validate not in ("always", "first", "never"):
-                raise ValueError(
-                    f"validate ({self.validate!r}) must be 'always', 'first' or 'never'"
-                )
+            of_kind("validate", self.validate, Validate)
             settled, fields = check()
         except Exception as error:  # whatever it is, the other ranks must learn of it
             self._refuse(error)

@@ -502,15 +502,13 @@ class BoundCode:
         num_heads = self.code.shape(op.sums)[2]
 
         def step(t: list[Any], work: Pass) -> None:
-            dtype = t[targets[0]].dtype
+            into = tuple([t[i] for i in targets])
             if backward:
-                found = finish_gradients(t[sums], columns, dtype)
-            else:
-                sink = work.sink
-                sink = None if sink is None else sink[..., first : first + num_heads]
-                found = finish_attention(t[sums], columns, dtype, sink)
-            for number, x in zip(targets, found, strict=True):
-                t[number].copy_(x)
+                finish_gradients(t[sums], columns, into)
+                return
+            sink = work.sink
+            sink = None if sink is None else sink[..., first : first + num_heads]
+            finish_attention(t[sums], columns, into, sink)
 
         return step
 

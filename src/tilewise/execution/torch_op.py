@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._library import opaque_object
 
-from tilewise.arguments import Validate, dtype_name
+from tilewise.arguments import Validate, dtype_name, of_kind
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution.call import (
     NO_CONTEXT,
@@ -81,8 +81,7 @@ def agreed_call(
         return call.resolved, transport
     problem, error = None, None
     try:
-        if call.validate not in ("always", "first", "never"):
-            raise ValueError(f"validate ({call.validate!r}) must be 'always', 'first' or 'never'")
+        of_kind("validate", call.validate, Validate)
         problem = resolve_once(q, k, v, call, transport.rank, transport.world_size)
         if problem.canonical:
             _check_canonical(sink, bias, _watched(q, k, v, sink))

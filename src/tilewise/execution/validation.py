@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from tilewise.arguments import (
+    DtypeName,
     Reduction,
-    check_dtype,
     dtype_name,
     of_kind,
+    positive_number,
     real_number,
     require_type,
     whole_number,
@@ -65,7 +66,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor | None, latent: Latent | None 
             raise ValueError(
                 f"{names} have {what} {', '.join(map(str, found))}; they must be equal"
             )
-    check_dtype("dtype", dtype_name(q.dtype))
+    of_kind("dtype", dtype_name(q.dtype), DtypeName)
 
 
 def _check_latents(q: Tensor, x: Tensor, v: Tensor | None, latent: Latent) -> None:
@@ -326,16 +327,12 @@ def checked_scores(call: Call, head_dim: int, world_size: int) -> Scores:
 
 
 def checked_softcap(softcap: float | None) -> float | None:
-    softcap = None if softcap is None else real_number("softcap", softcap)
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap ({softcap}) must be finite and above 0; leave it out for none")
-    return softcap
+    if softcap is None:
+        return None
+    return positive_number("softcap", softcap, "; leave it out for none")
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
-    scale = 1 / math.sqrt(head_dim) if scale is None else real_number("softmax_scale", scale)
-    if not 0 < scale < math.inf:
-        raise ValueError(
-            f"softmax_scale ({scale}) must be finite and above 0; scale or negate q instead"
-        )
-    return scale
+    if scale is None:
+        return 1 / math.sqrt(head_dim)
+    return positive_number("softmax_scale", scale, "; scale or negate q instead")

@@ -20,7 +20,7 @@ except ImportError as error:
         "tilewise.integrations.accelerate needs accelerate: pip install 'tilewise[hf]'"
     ) from error
 
-from tilewise.arguments import Reduction, of_kind
+from tilewise.arguments import Reduction, of_kind, whole_number
 from tilewise.integrations.hf_internals import install, split_accelerator
 from tilewise.plan.ir import Plan
 
@@ -51,8 +51,7 @@ class ParallelismConfig(_ParallelismConfig):
         if given is None:
             launched = _ParallelismConfig(1, 1, 1, sp_size=1)  # reads cp_size alone
             given = launched.cp_size
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise ValueError(f"cp_size ({given!r}) must be a whole number of at least 1")
+        given = whole_number("cp_size", given)
         self.cp_size = 1  # accelerate's checks of cp are of its own cp
         super().__post_init__()
         self.cp_size = self._sizes["cp"] = given

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.arguments import require_known
 from tilewise.kernels.bias import Alibi, alibi
 from tilewise.layouts.documents import zigzag_documents
 from tilewise.layouts.layout import Layout
@@ -34,11 +35,6 @@ ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 Boundaries = tuple[Tensor | None, Tensor | None]
-
-
-def check_among(name: str, value: Any, values: tuple[str, ...]) -> None:
-    if value not in values:
-        raise ValueError(f"{name} ({value!r}) must be one of {', '.join(values)}")
 
 
 def refuse(given: dict[str, Any]) -> None:
@@ -114,7 +110,7 @@ class BiasArguments(NamedTuple):
             plain: the sequence is not packed, and keys are as many as queries.
         """
         kind = self.kind
-        check_among("core_attention_bias_type", kind, BIAS_TYPES)
+        require_known("core_attention_bias_type", kind, BIAS_TYPES)
         if (self.values is not None) != (kind == "post_scale_bias"):
             raise ValueError(
                 "core_attention_bias of TransformerEngine must be a tensor where "

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tilewise.arguments import require_known
 from tilewise.context_parallel import ContextParallel
 from tilewise.execution.validation import MOST_SEEDS
 from tilewise.integrations.seeds import agreed_seed
@@ -25,7 +26,6 @@ from tilewise.integrations.te_arguments import (
     QKV_FORMATS,
     SOFTMAX_TYPES,
     BiasArguments,
-    check_among,
     check_no_padding,
     documents_and_mask,
     refuse,
@@ -96,7 +96,7 @@ class DotProductAttention(nn.Module):
         self.attention_dropout, self.return_max_logit = attention_dropout, bool(return_max_logit)
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.softmax_scale = channels**-0.5 if softmax_scale is None else softmax_scale
-        check_among("softmax_type", softmax_type, SOFTMAX_TYPES)
+        require_known("softmax_type", softmax_type, SOFTMAX_TYPES)
         self.softmax_offset: Tensor | None = None
         if softmax_type == "learnable":
             self.softmax_offset = nn.Parameter(torch.zeros(self.num_heads))
@@ -134,7 +134,7 @@ class DotProductAttention(nn.Module):
         self._set_group(cast(Group, whole), cp_comm_type, degree)
 
     def _set_group(self, group: Group, comm_type: str, a2a_degree: int | None = None) -> None:
-        check_among("cp_comm_type", comm_type, COMM_TYPES)
+        require_known("cp_comm_type", comm_type, COMM_TYPES)
         self.cp_group, self.cp_comm_type = group, comm_type
         self._group = LocalTransport() if group is None else group
         n = transport_for(self._group).world_size
@@ -213,8 +213,8 @@ class DotProductAttention(nn.Module):
 
         def checked() -> tuple[Layout, Layout | None, Mask, list[Any]]:
             refuse(others)
-            check_among("qkv_format", kind, QKV_FORMATS)
-            check_among("attn_mask_type", mask_type, MASK_TYPES)
+            require_known("qkv_format", kind, QKV_FORMATS)
+            require_known("attn_mask_type", mask_type, MASK_TYPES)
             rows, kv_rows = query_layer.shape[dim], key_layer.shape[dim]
             if query_layer.shape[-2] != self.num_heads:
                 raise ValueError(

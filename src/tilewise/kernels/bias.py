@@ -96,7 +96,9 @@ def bias_of_pairs(bias: Bias, places: BiasPlaces, dtype: torch.dtype) -> Tensor:
         slopes = torch.tensor(bias.slopes[first:stop], dtype=dtype, device=keys.device)
         return slopes[:, None, None] * -(rows - keys).abs().to(dtype)
     assert bias.values is not None
-    return bias.values[first:stop][:, rows, keys].to(dtype)
+    table = bias.values[first:stop]  # rows that pad a leaf have positions beyond it, and no pairs
+    q, k = rows.clamp(max=table.shape[1] - 1), keys.clamp(max=table.shape[2] - 1)
+    return table[:, q, k].to(dtype)
 
 
 def add_bias_gradient(bias: Bias, places: BiasPlaces, dscores: Tensor) -> None:

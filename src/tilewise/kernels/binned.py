@@ -15,6 +15,8 @@ Source: Demmel and Nguyen 2015, Parallel Reproducible Summation. Departs from it
 integers.
 """
 
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -22,14 +24,11 @@ from torch import Tensor
 
 from tilewise.plan.sums import BinFormat
 
-MOST_FURTHER_EXPONENT = 1 << 33
-"""Numbers times 2^x with a larger x make a sum NaN, and those with an x below its negative count as
-times that: windows are integers of 32 bits."""
-
 _BLOCK = 1 << 18  # numbers whose digits fit in a cache
 
 _BIAS = 1 << 30  # windows are stored above 0, so that zeros are the blank sum
 _NOT_FINITE = (1 << 31) - 1
+_FAR = 1 << 45  # an exponent that no number has
 
 
 class _Real(NamedTuple):
@@ -51,13 +50,18 @@ class _Real(NamedTuple):
     def of(cls, form: BinFormat) -> "_Real":
         return _FLOAT32 if form.item_bits == 32 else _FLOAT64
 
-    def exponents(self, x: Tensor) -> Tensor:
-        """The least exponents of powers of two above numbers from 0 on; more than all of NaN."""
-        return ((x.view(self.bits) >> self.mantissa_bits) & (2 * self.bias + 1)) - (self.bias - 1)
+    def tops(self, x: Tensor) -> Tensor:
+        """The least exponents of powers of two above numbers from 0 on, int64.
+
+        Those of numbers that are not finite or too large are far above all others, those of 0 far
+        below.
+        """
+        field = (x.view(self.bits) >> self.mantissa_bits) & (2 * self.bias + 1)
+        return _tops(self, x.device).index_select(0, field.view(-1)).view(field.shape)
 
     def power_of_two(self, exponents: Tensor) -> Tensor:
-        """2^exponents by their bits; 0 where it has none, and at most 2^bias."""
-        field = (exponents.clamp(-self.bias, self.bias) + self.bias).to(self.bits)
+        """2^exponents, int64, by their bits; 0 from 2^-bias down, and at most 2^(bias - 1)."""
+        field = exponents.add(self.bias).clamp_(0, 2 * self.bias - 1).to(self.bits)
         return (field << self.mantissa_bits).view(self.dtype)
 
 
@@ -65,10 +69,35 @@ _FLOAT32 = _Real(torch.float32, torch.int32, 23, 127, 100)
 _FLOAT64 = _Real(torch.float64, torch.int64, 52, 1023, 800)
 
 
+@lru_cache
+def _tops(real: _Real, device: torch.device) -> Tensor:
+    """The exponents of `_Real.tops` by the field of a number's bits."""
+    found = torch.arange(2 * real.bias + 2) - (real.bias - 1)
+    found[found > real.most_exponent] = _FAR
+    found.clamp_(min=-real.most_exponent)
+    found[0] = -_FAR  # numbers that are not normal count as 0
+    return found.to(device)
+
+
 def blank_sums(shape: tuple[int, ...], width: int, form: BinFormat, device: torch.device) -> Tensor:
     """Sums of nothing, integers [*shape, form.columns(width)]: zeros."""
     dtype = getattr(torch, form.dtype)
     return torch.zeros(*shape, form.columns(width), dtype=dtype, device=device)
+
+
+class Scratch:
+    """Memory that additions use one after the other: new memory would cost more than they do."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[object, ...], Tensor] = {}
+
+    def like(self, x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        """A tensor of any content, which is that of the last call of this name and shape."""
+        key = name, x.shape, x.stride(), x.device, dtype
+        found = self._tensors.get(key)
+        if found is None:
+            found = self._tensors[key] = torch.empty_like(x, dtype=dtype)
+        return found
 
 
 def add_terms(
@@ -88,37 +117,55 @@ def add_terms(
 
     Args:
         sums: integers [..., form.columns(width)], of any strides.
-        numbers: [..., width]; where they are all 0 nothing is added. One that is not finite, or too
-            large, makes all that share its window NaN: see MOST_EXPONENT.
-        factors: [...], finite; default 1.
-        exponents: int64 [...]; default 0.
+        numbers: [..., width]; where they are all 0, or not normal, nothing is added. One that is
+            not finite, or too large (2^100, in formats of 64 bits 2^800), makes all that share its
+            window NaN.
+        factors: [...], of sizes below 2; default 1.
+        exponents: int64 [...] from -2^33 on; default 0. From 2^36 on they make sums NaN.
     """
-    real, sums = _Real.of(form), torch.atleast_2d(sums)
-    numbers = torch.atleast_2d(numbers).to(real.dtype)
-    largest = numbers.abs().amax(-1)
+    sums, numbers = torch.atleast_2d(sums), torch.atleast_2d(numbers)
+    add_groups([sums], [numbers], form, factors, exponents, Scratch())
+
+
+def add_groups(
+    sums: Sequence[Tensor],
+    numbers: Sequence[Tensor],
+    form: BinFormat,
+    factors: Tensor | None,
+    exponents: Tensor | None,
+    scratch: Scratch,
+) -> None:
+    """Do what add_terms does with several sums of the same rows, each with windows of its own.
+
+    Args:
+        scratch: of several calls.
+    """
+    real = _Real.of(form)
+    numbers = [x.to(real.dtype) for x in numbers]
+    shape, device = (len(sums), *numbers[0].shape[:-1]), numbers[0].device
+    largest = torch.empty(shape, dtype=real.dtype, device=device)
+    for x, found in zip(numbers, largest, strict=True):
+        for part, into in in_blocks(_BLOCK, x, found):
+            torch.amax(torch.abs(part, out=scratch.like(part, "number", real.dtype)), -1, out=into)
     if factors is not None:
         factors = factors.to(real.dtype)
-        largest = largest * factors.abs()
-    top = real.exponents(largest)  # numbers are below 2^top
-    nothing, finite = largest == 0, top <= real.most_exponent
-    top = top.clamp_(min=-real.most_exponent).long()
-    further = 0
+        largest *= factors.abs()
+    top = real.tops(largest)  # numbers are below 2^top
+    nothing = top == -_FAR
     if exponents is not None:
-        finite &= exponents <= MOST_FURTHER_EXPONENT
-        further = exponents.clamp(-MOST_FURTHER_EXPONENT, MOST_FURTHER_EXPONENT)
-        top += further
+        top += exponents
     # rounded to the place above its highest digit, a number is 0: it is at most half of it
-    lowest = -(-(top + 1)).div(form.digit_bits, rounding_mode="floor") - form.digits
-    window = torch.where(finite, lowest + _BIAS, _NOT_FINITE).masked_fill_(nothing, 0)
-    window = _moved_to(sums, window.to(sums.dtype), form)
-    highest = window.long() + (form.digits - 1 - _BIAS)
-    scale = real.power_of_two(further - form.digit_bits * highest)
+    places = top.add_(form.digit_bits).div_(form.digit_bits, rounding_mode="floor")
+    window = places.add_(_BIAS - form.digits).clamp_(0, _NOT_FINITE).to(sums[0].dtype)
+    window = _moved_to(sums, window, form)
+    unit = (window.long() - (_BIAS + 1 - form.digits)).mul_(-form.digit_bits)
+    scale = real.power_of_two(unit if exponents is None else unit.add_(exponents))
     if factors is not None:
         scale *= factors
-    scale = scale.masked_fill_(nothing | ~finite, 0.0).unsqueeze(-1)
-    block = max(1, _BLOCK // max(1, numbers[:1].numel()))
-    for part in zip(sums.split(block), numbers.split(block), scale.split(block), strict=True):
-        _add_digits(part[0], part[1] * part[2], form)
+    scale = scale.masked_fill_(nothing, 0.0).unsqueeze(-1)
+    for group in zip(numbers, sums, scale, strict=True):
+        for x, into, scales in in_blocks(_BLOCK, *group):
+            _add_digits(x, into, scales, form, scratch)
 
 
 def merge_sums(sums: Tensor, others: Tensor, form: BinFormat) -> None:
@@ -128,7 +175,7 @@ def merge_sums(sums: Tensor, others: Tensor, form: BinFormat) -> None:
         sums, others: integers [..., form.columns(width)], of any strides.
     """
     sums, others = torch.atleast_2d(sums), torch.atleast_2d(others)
-    window = _moved_to(sums, others[..., -1], form)
+    (window,) = _moved_to([sums], others[None, ..., -1], form)
     sums[..., :-1] += _with_window(others, window, form)
 
 
@@ -141,10 +188,18 @@ def exact_numbers(sums: Tensor, form: BinFormat) -> tuple[Tensor, Tensor]:
     *lower, top = _digits(sums, form)
     numbers = top.double()
     for digit in reversed(lower):
-        numbers = numbers.mul_(2.0**form.digit_bits).add_(digit)
-    numbers = numbers.masked_fill_((window == _NOT_FINITE).unsqueeze(-1), torch.nan)
+        numbers.mul_(2.0**form.digit_bits).add_(digit)
+    not_finite = window == _NOT_FINITE
+    if sums.is_cuda or bool(not_finite.any()):  # no wait for a device
+        numbers.masked_fill_(not_finite.unsqueeze(-1), torch.nan)
     exponents = form.digit_bits * (window.long() - _BIAS)
-    return numbers, torch.where((window > 0) & (window < _NOT_FINITE), exponents, 0)
+    return numbers, exponents.masked_fill_((window == 0) | not_finite, 0)
+
+
+def in_blocks(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Blocks of rows of several tensors, of at most so many numbers of the first, or one row."""
+    rows = max(1, size // max(1, tensors[0][:1].numel()))
+    return zip(*(x.split(rows) for x in tensors), strict=True)
 
 
 def folded(sums: Tensor, form: BinFormat) -> Tensor:
@@ -160,14 +215,12 @@ def folded(sums: Tensor, form: BinFormat) -> Tensor:
 def rounded(sums: Tensor, form: BinFormat, dtype: torch.dtype) -> Tensor:
     """The sums as numbers of a dtype, [..., width]."""
     numbers, exponents = exact_numbers(sums, form)
-    return scaled(numbers, exponents.unsqueeze(-1)).to(dtype)
+    return numbers.mul_(power_of_two(exponents).unsqueeze(-1)).to(dtype)
 
 
-def scaled(numbers: Tensor, exponents: Tensor) -> Tensor:
-    """numbers * 2^exponents, fp64, by two steps, since the first alone may have no scale."""
-    half = exponents >> 1
-    steps = _FLOAT64.power_of_two(half), _FLOAT64.power_of_two(exponents - half)
-    return (numbers * steps[0]).mul_(steps[1])
+def power_of_two(exponents: Tensor) -> Tensor:
+    """2^exponents, fp64: 0 from 2^-1023 down, and at most 2^1023."""
+    return _FLOAT64.power_of_two(exponents)
 
 
 def _digits(sums: Tensor, form: BinFormat) -> tuple[Tensor, ...]:
@@ -175,19 +228,28 @@ def _digits(sums: Tensor, form: BinFormat) -> tuple[Tensor, ...]:
     return sums[..., :-1].unflatten(-1, (form.digits, -1)).unbind(-2)
 
 
-def _moved_to(sums: Tensor, window: Tensor, form: BinFormat) -> Tensor:
-    """Move the windows of sums up to others where they are higher; returns where they stand."""
-    before = sums[..., -1]
-    window = torch.maximum(before, window)
-    if sums.is_cuda:  # no wait for a device
-        sums[..., :-1] = _without_lowest(sums[..., :-1], window - before, form)
-    else:  # windows move seldom after their first number, and then those of few rows
-        moved = torch.nonzero((window > before) & (before > 0), as_tuple=True)
-        if len(moved[0]):
-            moves = window[moved] - before[moved]
-            sums[(*moved, slice(0, -1))] = _without_lowest(sums[moved][..., :-1], moves, form)
-    before.copy_(window)
-    return window
+def _moved_to(sums: Sequence[Tensor], windows: Tensor, form: BinFormat) -> Tensor:
+    """Move the windows of sums up to others where they are higher; returns where they stand.
+
+    Args:
+        windows: of each of the sums.
+    """
+    before = torch.stack([x[..., -1] for x in sums])
+    higher = windows > before
+    waits = not windows.is_cuda  # not for a device
+    if waits and not bool(higher.any()):
+        return before
+    windows = torch.maximum(before, windows)
+    for x, old, new in zip(sums, before, windows, strict=True):
+        if waits:  # windows move seldom after their first number, and then those of few rows
+            moved = torch.nonzero((new > old) & (old > 0), as_tuple=True)
+            if len(moved[0]):
+                moves = new[moved] - old[moved]
+                x[(*moved, slice(0, -1))] = _without_lowest(x[moved][..., :-1], moves, form)
+        else:
+            x[..., :-1] = _without_lowest(x[..., :-1], new - old, form)
+        x[..., -1] = new
+    return windows
 
 
 def _with_window(sums: Tensor, window: Tensor, form: BinFormat) -> Tensor:
@@ -211,11 +273,16 @@ def _without_lowest(digits: Tensor, moves: Tensor, form: BinFormat) -> Tensor:
     return torch.cat(tuple(parts), -1)
 
 
-def _add_digits(sums: Tensor, numbers: Tensor, form: BinFormat) -> None:
-    """Add numbers in units of the highest digit; changes them."""
-    *lower, top = _digits(sums, form)
-    for digit in (top, *reversed(lower[1:])):
-        whole = numbers.round()
-        digit += whole.to(digit.dtype)
-        numbers.sub_(whole).mul_(2.0**form.digit_bits)
-    lower[0] += numbers.round_().to(top.dtype)
+def _add_digits(
+    numbers: Tensor, sums: Tensor, scale: Tensor, form: BinFormat, scratch: Scratch
+) -> None:
+    """Add numbers * scale, which is in units of the highest digit, to sums."""
+    rest = torch.mul(numbers, scale, out=scratch.like(numbers, "number", numbers.dtype))
+    whole = scratch.like(numbers, "digit", numbers.dtype)
+    integers = scratch.like(sums[..., :-1], "integers", sums.dtype)
+    *lower, top = integers.unflatten(-1, (form.digits, -1)).unbind(-2)
+    for digit in (top, *reversed(lower)):
+        digit.copy_(torch.round(rest, out=whole))
+        if digit is not lower[0]:
+            rest.sub_(whole).mul_(2.0**form.digit_bits)
+    sums[..., :-1] += integers

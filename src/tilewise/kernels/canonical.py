@@ -11,7 +11,7 @@ exp(lse_pair) is kept as a mantissa and a power of two, so no running maximum is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -24,13 +24,16 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.binned import (
+    Scratch,
+    add_groups,
     add_terms,
     blank_sums,
     exact_numbers,
     folded,
+    in_blocks,
     merge_sums,
+    power_of_two,
     rounded,
-    scaled,
 )
 from tilewise.kernels.elementary import exp_parts, log_of
 from tilewise.kernels.protocol import (
@@ -51,7 +54,7 @@ from tilewise.tiles.leaf_pairs import Leaf, LeafPairs
 WIDTH_UNIT = 16
 """Numbers of a row of a call are a multiple of it: then each row begins at the same alignment."""
 
-_INTEGERS_AT_ONCE = 1 << 18  # of short sums, that fit in a cache
+_INTEGERS_AT_ONCE = 1 << 19  # of sums, that fit in a cache with what is made of them
 
 _LEAST = -(1 << 23)  # the bits of -inf in fp32, as an integer
 
@@ -71,7 +74,7 @@ class _Apart(NamedTuple):
 
 def _apart(kernel: Kernel) -> _Apart:
     if isinstance(kernel, CpuFlash):
-        return _Apart(CpuFlash(rows_apart=True), equal_widths=True, by_head=False)
+        return _Apart(kernel, equal_widths=True, by_head=False)
     if isinstance(kernel, TritonSlices):  # without atomic additions to dq
         kernel = replace(kernel, deterministic=True)
     return _Apart(kernel, equal_widths=False, by_head=True)
@@ -118,7 +121,7 @@ class LeafKernel:
             sums: of the queries' rows, integers [rows, batch, num_heads, columns].
         """
         q, k, v = operands
-        widths = self._widths(q, v)
+        widths, scratch = self._widths(q, v), Scratch()
         for leaf, pairs in _by_query_leaf(call):
             q_rows = _gathered(q, leaf, widths[0])
             for other, kernel_call in pairs:
@@ -126,7 +129,8 @@ class LeafKernel:
                 placed = _placed_scores(scores, leaf, other, first_head, q.device)
                 run = self._kernel.forward
                 out, lse, *largest = self._each_head(run, (q_rows, *keys), kernel_call, placed)
-                add_partial(sums[0], (out[..., : v.shape[-1]], lse, *largest), leaf, columns[0])
+                partial = out[..., : v.shape[-1]], lse, *largest
+                add_partial(sums[0], partial, leaf, columns[0], scratch)
 
     def backward(
         self,
@@ -145,6 +149,7 @@ class LeafKernel:
         """
         q, k, v, dout, lse, delta = operands
         widths, shared = self._widths(q, v), q.shape[2] // k.shape[2]
+        scratch = Scratch()
         for leaf, pairs in _by_query_leaf(call):
             mine = (
                 _gathered(dout, leaf, widths[1]),
@@ -160,11 +165,11 @@ class LeafKernel:
                 placed = _placed_scores(scores, leaf, other, first_head, q.device)
                 rows, run = (q_rows, *keys, *mine), self._kernel.backward
                 dq, dk, dv = self._each_head(run, rows, kernel_call, placed)
-                _add(sums[0], columns[0], leaf, (dq[..., : q.shape[-1]],))
+                _add(sums[0], columns[0], leaf, (dq[..., : q.shape[-1]],), scratch)
                 found = dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
                 for head in range(shared):
                     one = tuple(x.unflatten(2, (-1, shared))[:, :, :, head] for x in found)
-                    _add(sums[1], columns[1], other, one)
+                    _add(sums[1], columns[1], other, one, scratch)
 
     def _widths(self, q: Tensor, v: Tensor) -> tuple[int, int]:
         """Widths of calls: of q and k, and of v."""
@@ -266,7 +271,13 @@ def _of_head(scores: Scores, head: int) -> Scores:
     return scores._replace(places=scores.places._replace(first_head=first))
 
 
-def add_partial(sums: Tensor, partial: tuple[Tensor, ...], leaf: Leaf, columns: SumColumns) -> None:
+def add_partial(
+    sums: Tensor,
+    partial: tuple[Tensor, ...],
+    leaf: Leaf,
+    columns: SumColumns,
+    scratch: Scratch,
+) -> None:
     """Add the attention of a leaf's queries over some keys.
 
     Args:
@@ -277,19 +288,34 @@ def add_partial(sums: Tensor, partial: tuple[Tensor, ...], leaf: Leaf, columns: 
     mantissas, exponents = exp_parts(lse)
     ones = torch.ones_like(lse).unsqueeze(-1)
     with _Part(sums, leaf) as part:
-        for group, numbers in zip(columns.groups, (out, ones), strict=True):
-            add_terms(part[..., group.columns], numbers, group.form, mantissas, exponents)
+        _add_groups(part, columns, (out, ones), scratch, mantissas, exponents)
         for x in largest:
             keys = part[..., -2:]
             torch.maximum(keys, _keys(x, keys.dtype), out=keys)
 
 
-def _add(sums: Tensor, columns: SumColumns, leaf: Leaf, grads: tuple[Tensor, ...]) -> None:
+def _add(
+    sums: Tensor, columns: SumColumns, leaf: Leaf, grads: tuple[Tensor, ...], scratch: Scratch
+) -> None:
     """Add a call's gradients of a leaf's rows."""
     slots = _rows(leaf.slots, sums.device)
     with _Part(sums, leaf) as part:
-        for group, grad in zip(columns.groups, grads, strict=True):
-            add_terms(part[..., group.columns], grad[slots], group.form)
+        _add_groups(part, columns, [grad[slots] for grad in grads], scratch)
+
+
+def _add_groups(
+    sums: Tensor,
+    columns: SumColumns,
+    numbers: Sequence[Tensor],
+    scratch: Scratch,
+    factors: Tensor | None = None,
+    exponents: Tensor | None = None,
+) -> None:
+    """Add numbers to each group of sums, those of one format together."""
+    groups = zip(columns.groups, numbers, strict=True)
+    for form, of_form in groupby(groups, lambda pair: pair[0].form):
+        own, terms = zip(*((sums[..., x.columns], y) for x, y in of_form), strict=True)
+        add_groups(own, terms, form, factors, exponents, scratch)
 
 
 class _Part:
@@ -322,19 +348,26 @@ def merge_short(sums: Tensor, others: Tensor, columns: SumColumns) -> None:
         others: uint8 [rows, batch, n].
     """
     others = others.unflatten(-1, (sums.shape[2], -1))
-    block = max(1, _INTEGERS_AT_ONCE // max(1, sums[:1].numel()))
-    for mine, theirs in zip(sums.split(block), others.split(block), strict=True):
+    for mine, theirs in in_blocks(_INTEGERS_AT_ONCE, sums, others):
         merge_columns(mine, read_short(theirs, columns, torch.empty_like(mine)), columns)
 
 
 def finish_attention(
-    sums: Tensor, columns: SumColumns, dtype: torch.dtype, sink: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """Compute out of a dtype, lse (and the largest scores) of complete sums.
+    sums: Tensor, columns: SumColumns, into: tuple[Tensor, ...], sink: Tensor | None = None
+) -> None:
+    """Write out and lse (and the largest scores) of complete sums.
 
     Args:
+        into: out of any dtype [rows, batch, heads, width], and the others [rows, batch, heads].
         sink: broadcasts to lse: one more term of the denominator, with no value. Changes sums.
     """
+    for part, *parts in in_blocks(_INTEGERS_AT_ONCE, sums, *into):
+        _finish_rows(part, columns, parts, sink)
+
+
+def _finish_rows(
+    sums: Tensor, columns: SumColumns, into: Sequence[Tensor], sink: Tensor | None
+) -> None:
     out, total = columns.groups
     if sink is not None:
         mantissas, exponents = exp_parts(sink.expand(sums.shape[:-1]))
@@ -342,17 +375,18 @@ def finish_attention(
         add_terms(sums[..., total.columns], ones, total.form, mantissas, exponents)
     numbers, exponents = exact_numbers(sums[..., out.columns], out.form)
     whole, units = exact_numbers(sums[..., total.columns], total.form)
-    share = numbers / whole.masked_fill(whole == 0, 1.0)
-    found = scaled(share, (exponents - units).unsqueeze(-1)).to(dtype)
-    lse = log_of(whole.squeeze(-1), units).to(accumulator_dtype(dtype))
-    if not columns.largest:
-        return found, lse
-    return found, lse, _score(sums[..., -2:]).to(lse.dtype)
+    scale = power_of_two(exponents - units).unsqueeze(-1) / whole.masked_fill(whole == 0, 1.0)
+    into[0].copy_(numbers.mul_(scale))
+    into[1].copy_(log_of(whole.squeeze(-1), units))
+    if columns.largest:
+        into[2].copy_(_score(sums[..., -2:]))
 
 
-def finish_gradients(sums: Tensor, columns: SumColumns, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Gradients of a dtype, of complete sums."""
-    return tuple(rounded(sums[..., group.columns], group.form, dtype) for group in columns.groups)
+def finish_gradients(sums: Tensor, columns: SumColumns, into: tuple[Tensor, ...]) -> None:
+    """Write gradients, of any dtype, of complete sums."""
+    for part, *parts in in_blocks(_INTEGERS_AT_ONCE, sums, *into):
+        for group, grad in zip(columns.groups, parts, strict=True):
+            grad.copy_(rounded(part[..., group.columns], group.form, torch.float64))
 
 
 def sink_sums(lse: Tensor, delta: Tensor, sink: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
 ATen's own differ in the last bit between the vectors of a tensor and what is left after them.
 """
 
+from math import factorial
+
 import torch
 from torch import Tensor
 
 _LN2_HIGH = float.fromhex("0x1.62e42fee00000p-1")  # 32 bits, so that products with whole
 _LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")  # numbers are exact
-_MOST_EXPONENT = 1 << 40
+_LEAST, _MOST = -(2.0**32), 2.0**38  # windows of sums are integers of 32 bits
 _EXP_TERMS = 14
 _LOG_TERMS = 12
 _FIRST_BITS = 0x3FF0000000000000  # of 1.0
@@ -17,23 +19,22 @@ _FIRST_BITS = 0x3FF0000000000000  # of 1.0
 def exp_parts(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return exp(x) as fp64 mantissas in 0.7..1.42 and int64 exponents of 2; exp(-inf) as 0, 0.
 
-    Exponents end at 2^40 and -2^40.
+    x counts as -2^32 below that, and as 2^38 above it.
 
     Source: Cody and Waite 1980, the reduction of the argument.
     """
     x = x.double()
     finite, lost = x.isfinite(), x.isnan() | (x == torch.inf)
-    x = x.masked_fill(~finite, 0.0)
+    x = x.masked_fill(~finite, 0.0).clamp_(_LEAST, _MOST)
     n = (x * (1 / (_LN2_HIGH + _LN2_LOW))).round_()
     r = x - n * _LN2_HIGH
     r -= n * _LN2_LOW
-    mantissa = torch.ones_like(r)
-    for term in range(_EXP_TERMS, 0, -1):
+    mantissa = torch.full_like(r, 1 / factorial(_EXP_TERMS))
+    for term in range(_EXP_TERMS - 1, -1, -1):
         mantissa *= r
-        mantissa *= 1 / term
-        mantissa += 1.0
+        mantissa += 1 / factorial(term)
     mantissa = torch.where(finite, mantissa, torch.where(lost, torch.nan, 0.0))
-    return mantissa, n.clamp_(-_MOST_EXPONENT, _MOST_EXPONENT).long()
+    return mantissa, n.long()
 
 
 def log_of(numbers: Tensor, exponents: Tensor) -> Tensor:

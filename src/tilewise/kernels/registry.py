@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.arguments import checks_arguments
+from tilewise.arguments import checks_arguments, require_known
 from tilewise.kernels.flash_attn import FlashAttn2, FlashAttn3
 from tilewise.kernels.flash_attn_4 import FlashAttn4
 from tilewise.kernels.flashinfer import FlashInfer
@@ -52,8 +52,7 @@ def kernel_named(name: str) -> Kernel:
     Raises:
         ValueError: with the names that are known.
     """
-    if name not in PROVIDERS:
-        raise ValueError(f"kernel {name!r} is not known; take one of {', '.join(PROVIDERS)}")
+    require_known("kernel", name, PROVIDERS)
     return PROVIDERS[name]()
 
 

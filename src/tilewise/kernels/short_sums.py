@@ -1,99 +1,113 @@
 """Binned sums as bytes: each digit's sum in as many bits as it can have, and no more.
 
-    row of a head     [ windows, and other sums | 16 bits of each short sum | the rest ]
+    row of a head     [ windows, and other sums | 16 bits of each short sum | the rests ]
 
-The rest of eight sums, r bits of each, lies in r bytes. Nothing is lost: what is read is what was
-written.
+The rest of four sums, r bits of each, lies in r / 2 bytes. Nothing is lost: what is read is what
+was written.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from tilewise.kernels.binned import in_blocks
 from tilewise.plan.sums import SHORT_BITS, SHORT_GROUP, SumColumns, SumGroup
 
+_INTEGERS_AT_ONCE = 1 << 18  # that fit in a cache
 
-def write_short(sums: Tensor, columns: SumColumns) -> Tensor:
-    """Return sums as bytes.
+
+def write_short(sums: Tensor, columns: SumColumns, into: Tensor) -> None:
+    """Write sums as bytes.
 
     Args:
-        sums: int32 [..., columns.num_columns], of any strides.
-    Returns:
-        uint8 [..., columns.row_bytes].
+        sums: int32 [rows, batch, heads, columns.num_columns], of any strides.
+        into: uint8 [rows, batch, heads, columns.row_bytes], whose rows begin at multiples of 4
+            bytes.
     """
-    size = columns.row_bytes(columns.num_columns, columns.dtype)
-    found = torch.empty(*sums.shape[:-1], size, dtype=torch.uint8, device=sums.device)
-    first = 0
-    for part in _whole(columns):
-        stop = first + 4 * (part.stop - part.start)
-        found[..., first:stop].view(torch.int32).copy_(sums[..., part])
-        first = stop
-    for group, integers in _short(columns):
-        own = sums[..., integers]
-        stop = first + 2 * own.shape[-1]
-        found[..., first:stop].view(torch.int16).copy_(own)  # their lowest 16 bits
-        rest, first = _rests(own, group), stop
-        found[..., first : first + rest.shape[-1]] = rest
-        first += rest.shape[-1]
-    found[..., first:] = 0
-    return found
+    for own, found in in_blocks(_INTEGERS_AT_ONCE, sums, into):
+        first = 0
+        for part in _whole(columns):
+            stop = first + 4 * (part.stop - part.start)
+            found[..., first:stop].view(torch.int32).copy_(own[..., part])
+            first = stop
+        for _, part in _short(columns):
+            stop = first + 2 * (part.stop - part.start)
+            found[..., first:stop].view(torch.int16).copy_(own[..., part])  # their lowest bits
+            first = stop
+        for group, part in _short(columns):
+            rests = _rests(own[..., part], group)
+            found[..., first : first + rests.shape[-1]] = rests
+            first += rests.shape[-1]
+        found[..., first:] = 0
 
 
 def read_short(rows: Tensor, columns: SumColumns, into: Tensor) -> Tensor:
     """The inverse of write_short.
 
     Args:
-        rows: uint8 [..., columns.row_bytes], of any strides.
-        into: int32 [..., columns.num_columns], which is returned.
+        rows: uint8 [rows, batch, heads, columns.row_bytes], as written.
+        into: int32 [rows, batch, heads, columns.num_columns], which is returned.
     """
-    if rows.storage_offset() % 4 or any(stride % 4 for stride in rows.stride()[:-1]):
-        rows = rows.clone(memory_format=torch.contiguous_format)  # for views as wider integers
-    first = 0
-    for part in _whole(columns):
-        stop = first + 4 * (part.stop - part.start)
-        into[..., part] = rows[..., first:stop].view(torch.int32)
-        first = stop
-    for group, integers in _short(columns):
-        own = into[..., integers]
-        stop = first + 2 * own.shape[-1]
-        low, first = rows[..., first:stop].view(torch.int16), stop
-        stop += _bits_left(group) * -(-own.shape[-1] // SHORT_GROUP)
-        own.copy_(_high(rows[..., first:stop], group)[..., : own.shape[-1]]).add_(
-            low.int() & ((1 << SHORT_BITS) - 1)
-        )
-        first = stop
+    for own, found in in_blocks(_INTEGERS_AT_ONCE, rows, into):
+        first = 0
+        for part in _whole(columns):
+            stop = first + 4 * (part.stop - part.start)
+            found[..., part] = own[..., first:stop].view(torch.int32)
+            first = stop
+        lows: list[Tensor] = []
+        for _, part in _short(columns):
+            stop = first + 2 * (part.stop - part.start)
+            lows.append(own[..., first:stop].view(torch.int16))
+            first = stop
+        for (group, part), low in zip(_short(columns), lows, strict=True):
+            count = part.stop - part.start
+            stop = first + _rest_bytes(group, count)
+            integers = _high(own[..., first:stop], group)[..., :count]
+            found[..., part] = integers.bitwise_or_(low.int().bitwise_and_((1 << SHORT_BITS) - 1))
+            first = stop
     return into
+
+
+def _rest_bytes(group: SumGroup, count: int) -> int:
+    return _bits_left(group) * SHORT_GROUP // 8 * -(-count // SHORT_GROUP)
 
 
 def _bits_left(group: SumGroup) -> int:
     return group.form.sum_bits - SHORT_BITS
 
 
-def _rests(sums: Tensor, group: SumGroup) -> Tensor:
-    """The bits of sums above the lowest 16, eight sums in as many bytes as each has bits."""
-    bits, eighth = _bits_left(group), -(-sums.shape[-1] // SHORT_GROUP)
-    high = (sums >> SHORT_BITS) & ((1 << bits) - 1)
-    if high.shape[-1] < SHORT_GROUP * eighth:
-        high = torch.nn.functional.pad(high, (0, SHORT_GROUP * eighth - high.shape[-1]))
-    found = torch.zeros(*sums.shape[:-1], eighth, dtype=torch.int64, device=sums.device)
-    for number, part in enumerate(high.split(eighth, -1)):
-        found += part.long() << bits * number
-    return found.view(torch.uint8).unflatten(-1, (eighth, 8))[..., :bits].flatten(-2)
+def _rests(integers: Tensor, group: SumGroup) -> Tensor:
+    """The bytes of the bits of integers above the lowest 16."""
+    bits = _bits_left(group)
+    high = (integers >> SHORT_BITS).to(torch.uint8)
+    if high.shape[-1] % SHORT_GROUP:
+        high = pad(high, (0, -high.shape[-1] % SHORT_GROUP))
+    words, mask = high.view(torch.int32), (1 << bits) - 1
+    found = words & mask
+    for number in range(1, SHORT_GROUP):  # a byte of each becomes so many bits
+        found |= (words >> (8 - bits) * number) & (mask << bits * number)
+    size = bits * SHORT_GROUP // 8
+    if size == 2:
+        return found.to(torch.int16).view(torch.uint8)
+    return found.view(torch.uint8).unflatten(-1, (-1, 4))[..., :size].flatten(-2)
 
 
 def _high(rests: Tensor, group: SumGroup) -> Tensor:
-    """Sums without their lowest 16 bits, of the bytes of their rests: int32 [..., sums]."""
+    """Integers whose lowest 16 bits are 0, of the bytes of their rests: int32 [..., count]."""
     bits = _bits_left(group)
-    eighths = rests.unflatten(-1, (-1, bits))
-    whole = torch.zeros(*eighths.shape[:-1], 8, dtype=torch.uint8, device=rests.device)
-    whole[..., :bits] = eighths
-    found = whole.view(torch.int64).squeeze(-1)
-    parts = [
-        (found << (64 - bits * (number + 1))) >> (64 - bits) << SHORT_BITS
-        for number in range(SHORT_GROUP)
-    ]
-    return torch.cat(parts, -1).int()
+    size, mask = bits * SHORT_GROUP // 8, (1 << bits) - 1
+    if size == 2:
+        found = rests.view(torch.int16).int()
+    else:
+        whole = pad(rests.unflatten(-1, (-1, size)), (0, 4 - size))
+        found = whole.view(torch.int32).squeeze(-1)
+    words = found & mask
+    for number in range(1, SHORT_GROUP):
+        words |= (found << (8 - bits) * number) & (mask << 8 * number)
+    high = words.view(torch.uint8).int()
+    return high.bitwise_left_shift_(32 - bits).bitwise_right_shift_(SHORT_BITS - bits)
 
 
 def _whole(columns: SumColumns) -> Sequence[slice]:

@@ -10,21 +10,16 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.call_masks import additive_mask
-from tilewise.kernels.delta import out_for_delta
+from tilewise.kernels.delta import first_column_serves, out_for_delta
 from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, Scores
 from tilewise.tiles.calls import KernelCall, Kind, is_square_causal
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_FAR = 2.0**64  # delta over a number of dout
 
 
 class CpuFlash(AsideKernel):
-    """fp64, fp32, bf16 and fp16; yields out and gradients in fp32 or wider.
-
-    Args:
-        rows_apart: what is done to a row never depends on the numbers of other rows and heads.
-    """
+    """fp64, fp32, bf16 and fp16; yields out and gradients in fp32 or wider."""
 
     name = "cpu"
     square_causal = True
@@ -32,9 +27,6 @@ class CpuFlash(AsideKernel):
     device = "cpu"
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     most_width = None
-
-    def __init__(self, *, rows_apart: bool = False):
-        self._out_for_delta = out_for_delta if rows_apart else _out_for_delta
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
@@ -63,7 +55,7 @@ class CpuFlash(AsideKernel):
             # exp(-inf - -inf) is nan; with any finite lse the weights of such a row are 0
             nowhere = lse == -torch.inf
             lse, delta = lse.masked_fill(nowhere, 0.0), delta.masked_fill(nowhere, 0.0)
-        dout, out = self._out_for_delta(dout, delta)
+        dout, out = _out_for_delta(dout, delta)
         grads = _backward(
             *[x.permute(1, 2, 0, 3) for x in (dout, q, k, v, out)],
             lse.permute(1, 2, 0),
@@ -88,12 +80,9 @@ def _widened(*tensors: Tensor) -> Iterable[Tensor]:
 
 
 def _out_for_delta(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what out_for_delta does, in a third of the operations where the first column is not
-    near 0.
-    """
-    if dout.dtype == delta.dtype:
-        out = torch.zeros_like(dout)
-        first = torch.div(delta, dout[..., 0], out=out[..., 0])
-        if torch.linalg.vector_norm(first, torch.inf).item() < _FAR:  # none is nan
-            return dout, out
-    return out_for_delta(dout, delta)
+    """Return what out_for_delta does, in a third of the operations where it changes no dout."""
+    if not first_column_serves(dout, delta):
+        return out_for_delta(dout, delta)
+    out = torch.zeros_like(dout)
+    torch.div(delta, dout[..., 0], out=out[..., 0])
+    return dout, out

@@ -8,7 +8,13 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.arguments import MOST_RANKS, checks_arguments, require_type, whole_number
+from tilewise.arguments import (
+    MOST_RANKS,
+    checks_arguments,
+    require_range,
+    require_type,
+    whole_number,
+)
 from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout, Run, contiguous, zigzag
 from tilewise.masks.base import Causal, Full, Mask
@@ -111,8 +117,7 @@ def balanced(
         require_type(Mask, "mask", single_mask).check_tokens(num_tokens)
     whole_number("n", n, most=MOST_RANKS)
     chunk = min(CHUNK, num_tokens) if chunk is None else chunk
-    if not 1 <= chunk <= num_tokens:
-        raise ValueError(f"chunk ({chunk}) must be from 1 to num_tokens ({num_tokens})")
+    require_range("chunk", chunk, 1, num_tokens)
     if not 0 <= slack < inf:
         raise ValueError(f"slack ({slack}) must be at least 0 and finite: max / mean tokens - 1")
     total = running(reduce(np.add, (row_areas(single_mask, num_tokens) for single_mask in masks)))

@@ -298,8 +298,7 @@ class Layout(OpaqueValue):
         return Layout(self.num_tokens, runs, f"{self.name} cut in {len(runs)}")
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= whole_number("rank", rank, None) < self.world_size:
-            raise ValueError(f"rank ({rank}) must be in 0..{self.world_size - 1}")
+        whole_number("rank", rank, 0, self.world_size - 1)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -44,8 +44,7 @@ class Mask(OpaqueValue, ABC):
         Args:
             num_keys: None: as many as queries.
         """
-        if num_tokens < 1:
-            raise ValueError(f"num_tokens ({num_tokens}) must be at least 1")
+        whole_number("num_tokens", num_tokens)
 
     @cached_property
     def _normal(self) -> Strips:

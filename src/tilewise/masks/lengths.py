@@ -9,12 +9,12 @@ import tomllib
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.arguments import checks_arguments, shown, whole_number
+from tilewise.arguments import checks_arguments, require_range, shown, whole_number
 from tilewise.masks.base import Document
 from tilewise.masks.strips import LIMIT
 
@@ -23,7 +23,7 @@ __all__ = ["Bin", "corpora", "histogram", "position_ids", "sample", "shift_label
 Array = NDArray[np.int64]
 MOST_DOCUMENTS = 1 << 20
 LONG = (8192, 30000)  # the benchmark's long documents, uniform
-DRAWS = ("tilewise", "longca")
+Draw: TypeAlias = Literal["tilewise", "longca"]
 PILE_TOKENS, PROLONG64K_TOKENS = 12 << 10, 64 << 10  # longest sequences that it draws from these
 
 
@@ -71,7 +71,7 @@ def sample(
     seed: int,
     cap: int | None = None,
     mix: float = 0.0,
-    draw: str = "tilewise",
+    draw: Draw = "tilewise",
 ) -> tuple[int, ...]:
     """cu_seqlens of num_tokens tokens of documents, drawn by a corpus's lengths.
 
@@ -90,12 +90,9 @@ def sample(
             that fill the sequence.
     """
     whole_number("num_tokens", num_tokens, most=LIMIT)
-    if cap is not None and cap < 1:
-        raise ValueError(f"cap ({cap}) must be at least 1, or None for no limit")
-    if not 0 <= mix <= 1:
-        raise ValueError(f"mix ({mix}) must be a share of the tokens, from 0 to 1")
-    if draw not in DRAWS:
-        raise ValueError(f"draw ({draw!r}) must be one of {', '.join(DRAWS)}")
+    if cap is not None:
+        whole_number("cap", cap)
+    require_range("mix", mix, 0, 1)
     rng = np.random.default_rng(whole_number("seed", seed, 0))
     is_uniform = draw == "longca"
     bins = np.array(_bins_of_longca(corpus) if is_uniform else histogram(corpus), np.int64)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.arguments import checks_arguments, listed, whole_number
+from tilewise.arguments import checks_arguments, listed, require_known, require_range, whole_number
 from tilewise.masks import lengths
 from tilewise.masks.base import Causal, Document, Full, Mask, Window, as_ints
 from tilewise.masks.strips import LIMIT
@@ -160,8 +160,7 @@ def global_sliding_window(num_tokens: int, window: int) -> Mask:
 def prefix_lm_causal(num_tokens: int, prefix: int) -> Mask:
     """The first `prefix` keys are visible to all queries, the rest causally."""
     whole_number("num_tokens", num_tokens, most=LIMIT)
-    if not 0 <= prefix <= num_tokens:
-        raise ValueError(f"prefix ({prefix}) must be from 0 to num_tokens ({num_tokens})")
+    require_range("prefix", prefix, 0, num_tokens)
     return Causal() | Slices([((0, num_tokens), (0, prefix), "full")])
 
 
@@ -175,10 +174,7 @@ def prefix_lm_document(cu_seqlens: Any, prefixes: Any) -> Mask:
             f"{len(prefixes)} prefixes for {len(spans)} documents; give one for each (0: causal)"
         )
     for i, ((start, stop), prefix) in enumerate(zip(spans, prefixes, strict=True)):
-        if not 0 <= prefix <= stop - start:
-            raise ValueError(
-                f"prefix {i} ({prefix}) must be from 0 to the document's length ({stop - start})"
-            )
+        require_range(f"prefix {i}", prefix, 0, stop - start)
     shared = [
         ((start, stop), (start, start + prefix), "full")
         for (start, stop), prefix in zip(spans, prefixes, strict=True)
@@ -288,8 +284,7 @@ def random(
         num_kv_heads: block-sparse patterns differ by so many heads; None: one table for all.
         density: share of the key blocks that each query block sees; None: drawn.
     """
-    if name not in ALL_NAMES:
-        raise ValueError(f"mask {name!r} is not known; take one of {', '.join(ALL_NAMES)}")
+    require_known("mask", name, ALL_NAMES)
     whole_number("num_tokens", num_tokens)
     if num_kv_heads is not None:
         whole_number("num_kv_heads", num_kv_heads, most=MOST_HEADS)

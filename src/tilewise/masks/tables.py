@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tilewise.arguments import checks_arguments, listed, shown, whole_number
+from tilewise.arguments import checks_arguments, listed, require_known, shown, whole_number
 from tilewise.masks import strips
 from tilewise.masks.base import (
     And,
@@ -270,8 +270,7 @@ def _checked_slice(i: int, entry: Any) -> Slice:
     q_range, k_range, kind = parts
     q = _checked_bounds(f"slice {i}: q_range", q_range)
     k = _checked_bounds(f"slice {i}: k_range", k_range)
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"slice {i}: kind {kind!r} must be one of {', '.join(KINDS)}")
+    require_known(f"slice {i}: kind", kind, KINDS)
     return q, k, kind
 
 

@@ -11,9 +11,9 @@ from enum import IntEnum
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, zip_longest
-from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack, get_args
+from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack
 
-from tilewise.arguments import MOST_RANKS, Save, listed, require_type, shown, whole_number
+from tilewise.arguments import MOST_RANKS, Save, listed, of_kind, require_type, shown, whole_number
 from tilewise.opaque import OpaqueValue
 from tilewise.plan.grid import marked_grid
 from tilewise.plan.kept import kept_with_plan
@@ -335,8 +335,7 @@ class Plan(OpaqueValue):
     ):
         world_size = whole_number("world_size", world_size, most=MOST_RANKS)
         num_head_groups = whole_number("num_head_groups", num_head_groups, most=MOST_RANKS)
-        if default_save not in get_args(Save):
-            raise ValueError(f"default_save ({default_save!r}) must be one of {get_args(Save)}")
+        of_kind("default_save", default_save, Save)
         if (steps is None) == (script is None):
             raise ValueError("a plan takes either steps or script, and not both")
         require_type(str, "name", name, "'ring(4)'")
@@ -411,8 +410,7 @@ class Plan(OpaqueValue):
 
     def rank_steps(self, rank: int) -> tuple[RankStep, ...]:
         """One rank's steps, without building the others' where a script allows."""
-        if not 0 <= whole_number("rank", rank, None) < self.world_size:
-            raise ValueError(f"rank ({rank}) must be in 0..{self.world_size - 1}")
+        whole_number("rank", rank, 0, self.world_size - 1)
         if self._script is None:
             return self._steps_by_rank()[rank]
         steps = self._script(rank)

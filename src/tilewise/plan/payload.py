@@ -14,7 +14,7 @@ bytes where kernels load so many at once (see `Payload.row_format`).
 from functools import lru_cache
 from typing import NamedTuple
 
-from tilewise.arguments import ITEM_BYTES
+from tilewise.arguments import ITEM_BYTES, Save, of_kind
 from tilewise.plan.ir import Item, Plan, Role, Side
 from tilewise.plan.sums import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, SumColumns
 from tilewise.wires.wire import Plain, Wire, Wires
@@ -294,13 +294,8 @@ def saving(plan: Plan, save: str | None) -> str:
     """Return what backward does about operands: "replay" their transfers, or use those
     "gathered".
     """
-    check_save(save)
+    of_kind("save", save, Save | None)
     return save or plan.default_save
-
-
-def check_save(save: str | None) -> None:
-    if save not in (None, "replay", "gathered"):
-        raise ValueError(f"save ({save!r}) must be 'replay' or 'gathered'")
 
 
 def check_gathered(plan: Plan, backward_plan: Plan) -> None:

@@ -54,8 +54,8 @@ MANY_TERMS = BinFormat(40, 3, 64, 64)
 SHORT_BITS = 16
 """Bits of a digit's sum that travel as an integer of their own, where less than all do."""
 
-SHORT_GROUP = 8
-"""Sums whose further bits travel together, as so many bytes as each has bits left."""
+SHORT_GROUP = 4
+"""Sums whose further bits, an even number of up to 8, travel together in whole bytes."""
 
 
 class SumGroup(NamedTuple):
@@ -130,5 +130,5 @@ class SumColumns(NamedTuple):
             integers = form.digits * sums
             whole -= integers
             short += SHORT_BITS // 8 * integers
-            short += (form.sum_bits - SHORT_BITS) * -(-integers // SHORT_GROUP)
+            short += (form.sum_bits - SHORT_BITS) * SHORT_GROUP // 8 * -(-integers // SHORT_GROUP)
         return int(dtype.removeprefix("int")) // 8 * whole + -(-short // 4) * 4

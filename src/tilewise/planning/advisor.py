@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tilewise.arguments import checks_arguments, whole_number
+from tilewise.arguments import checks_arguments, require_known, whole_number
 from tilewise.layouts.balanced import default_layout
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan
@@ -364,8 +364,7 @@ def advise(
         ValueError: if the library is not known, ranks does not divide world_size, or no plan fits
             the machine's memory.
     """
-    if library not in LIBRARIES:
-        raise ValueError(f"library ({library!r}) must be one of {', '.join(LIBRARIES)}")
+    require_known("library", library, LIBRARIES)
     facts = LIBRARIES[library]
     whole_number("num_tokens", num_tokens)
     whole_number("world_size", world_size, 2)

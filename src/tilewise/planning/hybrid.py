@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 from tilewise.arguments import (
     ITEM_BYTES,
     MOST_RANKS,
+    check_fields,
     checks_arguments,
     whole_number,
 )
@@ -94,8 +95,7 @@ class StateLayer:
             whole_number(name, getattr(self, name))
         for name in ("num_heads", "conv_channels"):
             whole_number(name, getattr(self, name), 0)
-        if self.decay not in ("number", "row", "matrix"):
-            raise ValueError(f"decay ({self.decay!r}) must be 'number', 'row' or 'matrix'")
+        check_fields(self)
 
     @property
     def scan_bytes(self) -> int:

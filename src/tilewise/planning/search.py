@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from tilewise.arguments import MOST_RANKS, checks_arguments, listed, whole_number
+from tilewise.arguments import MOST_RANKS, checks_arguments, listed, require_range, whole_number
 from tilewise.plan.builder import gc_paused
 from tilewise.plan.ir import Plan
 from tilewise.planning.candidate import Candidate, Distances, PlanRow
@@ -92,8 +92,7 @@ def _of_one_wire(
     """The candidates whose wire is the workload's."""
     whole_number("world_size", world_size, most=MOST_RANKS)
     memory = machine.memory_bytes if memory_bytes is None else memory_bytes
-    if memory < 1:
-        raise ValueError(f"memory_bytes ({memory}) must be at least 1")
+    require_range("memory_bytes", memory)
     layout = work.layout_for(world_size)
     if work.canonical and layout.world_size == world_size:
         layout = work.computed_layout(world_size)

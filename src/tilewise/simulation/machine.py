@@ -13,7 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tilewise.arguments import check_dtype, check_fields, checks_arguments, require_range
+from tilewise.arguments import (
+    DtypeName,
+    check_fields,
+    checks_arguments,
+    of_kind,
+    positive_number,
+    require_range,
+)
 from tilewise.serializer import read, write
 from tilewise.simulation.machine_files import (
     in_full,
@@ -297,8 +304,7 @@ class Machine:
         flops = attention if flops is None else flops
         sizes = {"num_heads": num_heads, "head_dim": head_dim}
         for name, value in {"parameters": parameters, **sizes, "flops": flops}.items():
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} ({value}) must be a number above 0")
+            positive_number(name, value)
         return 2 * parameters / flops / (4 * num_heads * head_dim / attention)
 
 
@@ -332,9 +338,7 @@ def _check_numbers(machine: Machine) -> None:
         *("launch_seconds", "message_seconds", "carry_seconds"),
         *("agree_seconds", "merge_seconds", "copy_cores"),
     ):
-        if not 0 <= getattr(machine, name) <= MOST_SECONDS:
-            value = getattr(machine, name)
-            raise ValueError(f"{name} ({value}) must be at least 0 and at most {MOST_SECONDS:g}")
+        require_range(name, getattr(machine, name), 0, MOST_SECONDS)
     calls = machine.call_seconds
     if len(calls) != 2 or not all(0 <= seconds <= MOST_SECONDS for seconds in calls):
         raise ValueError(f"call_seconds ({calls}) must be two numbers from 0 to {MOST_SECONDS:g}")
@@ -345,7 +349,7 @@ def _check_numbers(machine: Machine) -> None:
 
 
 def _check_kernel(kernel: KernelSpeed) -> None:
-    check_dtype("the dtype of a kernel", kernel.dtype)
+    of_kind("the dtype of a kernel", kernel.dtype, DtypeName)
     most = {
         "head_dim": MOST_COUNT,
         "heads": MOST_COUNT,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import get_args
 
-from tilewise.arguments import Schedule, checks_arguments, whole_number
+from tilewise.arguments import Schedule, checks_arguments, positive_number, whole_number
 from tilewise.plan.builder import RankBuilder, goes_home, operand, partial
 from tilewise.plan.ir import MHA, HeadTuning, Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.payload import ShardWeights, shard_weights
@@ -65,10 +65,7 @@ def mesh(
         tuning = HeadTuning(_for_heads, (n, schedule, backward, held), MHA)
         return plan.changed(traits=plan.traits._replace(tuning=tuning))
     kv_bytes = MHA if kv_bytes is None else kv_bytes
-    if not 0 < kv_bytes < inf:
-        raise ValueError(
-            f"kv_bytes ({kv_bytes}) must be a number above 0, 2 num_kv_heads / num_heads"
-        )
+    positive_number("kv_bytes", kv_bytes, ": 2 num_kv_heads / num_heads, 2 for MHA")
     a = least_tile(n, kv_bytes, backward) if q_tile is None else whole_number("q_tile", q_tile)
     pace = None if isinstance(schedule, str | bool) else schedule
     if schedule not in SCHEDULES if pace is None else not 0 < pace < inf:

@@ -26,8 +26,6 @@ def ring(world_size: int, moves: Moves = "kv") -> Plan:
         world_size: number of ranks.
         moves: the side that travels, "kv" or "q".
     """
-    if moves not in ("kv", "q"):
-        raise ValueError(f"moves ({moves!r}) must be 'kv' or 'q'")
     side, n = Side[moves.upper()], world_size
 
     def script(rank: int) -> tuple[RankStep, ...]:

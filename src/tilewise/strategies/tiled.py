@@ -8,7 +8,7 @@ from collections.abc import Callable
 from math import inf
 from typing import TypeAlias
 
-from tilewise.arguments import MOST_RANKS, checks_arguments, whole_number
+from tilewise.arguments import MOST_RANKS, checks_arguments, positive_number, whole_number
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Mask
 from tilewise.plan.ir import MHA, BlockTuning, HeadTuning, Plan
@@ -126,8 +126,4 @@ def _balance(slack: float, linear: float) -> Balance:
 
 
 def _positive(kv_bytes: float) -> float:
-    if not 0 < kv_bytes < inf:
-        raise ValueError(
-            f"kv_bytes ({kv_bytes}) must be positive: 2 num_kv_heads / num_heads, 2.0 for MHA"
-        )
-    return kv_bytes
+    return positive_number("kv_bytes", kv_bytes, ": 2 num_kv_heads / num_heads, 2 for MHA")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilewise.arguments import checks_arguments, whole_number
+from tilewise.arguments import checks_arguments, positive_number, require_known, whole_number
 from tilewise.transport.loopback import MOST_THREADS
 from tilewise.transport.processes import RankError, RankFailure
 from tilewise.verification.causes import Facts, Finding, classify, explained
@@ -141,12 +140,10 @@ def parity(
         ValueError: if the unsplit model cannot be compared: no loss, no tokens, random.
     """
     whole_number("world_size", world_size, most=MOST_THREADS)
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout ({timeout!r}) must be a number of seconds above 0")
+    positive_number("timeout", timeout, ": seconds")
     in_world = dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size
     backend = backend or ("torchrun" if in_world else "loopback" if split is None else "gloo")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend ({backend!r}) must be one of {', '.join(BACKENDS)}")
+    require_known("backend", backend, BACKENDS)
     if is_image_model(model):
         model = with_loss(model)
     share = RankShare(model, inputs, _through_tilewise(model, inputs) if split is None else split)

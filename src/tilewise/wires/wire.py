@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 from tilewise.arguments import (
     ITEM_BYTES,
     DtypeName,
-    check_dtype,
     checks_arguments,
     dtype_name,
+    of_kind,
     require_type,
 )
 from tilewise.wires.float8 import Float8
@@ -45,7 +45,7 @@ class Plain:
     def __post_init__(self) -> None:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", dtype_name(self.dtype))
-            check_dtype("wire_dtype", cast(str, self.dtype))
+            of_kind("wire_dtype", self.dtype, DtypeName)
 
     @checks_arguments
     def row_bytes(self, width: int, dtype: str) -> int:

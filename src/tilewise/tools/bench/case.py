@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilewise.arguments import DtypeName, check_dtype, require_range
+from tilewise.arguments import DtypeName, of_kind, positive_number, require_known, require_range
 from tilewise.layouts.balanced import default_layout
 from tilewise.layouts.layout import Layout
 from tilewise.masks import ALL_NAMES
@@ -49,14 +49,11 @@ class LabNetwork:
     mbit: float = 0.0  # megabits per second of a host's NIC, each way; 0: no limit was set
 
     def __post_init__(self) -> None:
-        if self.name not in NETWORKS:
-            known = ", ".join(NETWORKS)
-            raise ValueError(f"network {self.name!r} is not known; take one of {known}")
-        if self.hosts < 1 or self.ranks_per_host < 1:
-            sizes = f"hosts ({self.hosts}) and ranks_per_host ({self.ranks_per_host})"
-            raise ValueError(f"{sizes} must be at least 1")
-        if self.name in NETWORKS[3:] and not self.mbit > 0:
-            raise ValueError(f"mbit ({self.mbit:g}) must be above 0")
+        require_known("network", self.name, NETWORKS)
+        require_range("hosts", self.hosts)
+        require_range("ranks_per_host", self.ranks_per_host)
+        if self.name in NETWORKS[3:]:
+            positive_number("mbit", self.mbit)
 
     @property
     def world_size(self) -> int:
@@ -92,11 +89,10 @@ class BenchCase:
             ("layout", self.layout, LAYOUTS),
             ("device", self.device, ("cpu", "cuda")),
         ):
-            if value not in known:
-                raise ValueError(f"{what} {value!r} is not known; take one of {', '.join(known)}")
+            require_known(what, value, known)
         for what in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "world_size"):
             require_range(what, getattr(self, what))
-        check_dtype("dtype", self.dtype)
+        of_kind("dtype", self.dtype, DtypeName)
         head_groups(self.num_heads, self.num_kv_heads, 1)
         self.axes.check()
         if self.mask not in ALL_NAMES:
@@ -152,8 +148,7 @@ class Timing:
     def __post_init__(self) -> None:
         for what, least in (("repeats", 1), ("warmups", 0), ("truth_pairs", 1)):
             require_range(what, getattr(self, what), least)
-        if not self.timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds ({self.timeout_seconds}) must be above 0")
+        positive_number("timeout_seconds", self.timeout_seconds)
 
 
 def known_fields(of: type) -> tuple[str, ...]:

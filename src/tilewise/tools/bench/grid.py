@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tilewise import masks
-from tilewise.arguments import require_range
+from tilewise.arguments import require_known, require_range
 from tilewise.expressions import WIRE, read_heads
 from tilewise.kernels.registry import PROVIDERS
 from tilewise.tools.bench.case import KINDS, LAYOUTS, BenchCase, LabNetwork, Timing, known_fields
@@ -229,8 +229,7 @@ def _grid(grid: Mapping[str, Any], file: str, lines: Mapping[str, int]) -> Grid:
 
 def _known(table: Iterable[str], names: Iterable[str], where: str) -> None:
     for name in table:
-        if name not in names:
-            raise ValueError(f"{where}: {name!r} is not known; take one of {', '.join(names)}")
+        require_known(f"{where}:", name, names)
 
 
 def _cases(kind: str, lists: dict[str, Values]) -> Iterator[BenchCase]:

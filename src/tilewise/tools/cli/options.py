@@ -181,10 +181,6 @@ def workload_of(
     words: dict[str, Any] = {k: v for k, v in asdict(options).items() if v is not None}
     words = words if planned else dict(USUAL) | words
     words.pop("machine", None)
-    if words.get("save", "replay") not in ("replay", "gathered"):
-        raise ValueError(f"--save ({words['save']!r}) must be replay or gathered")
-    if words.get("reduction", "fast") not in ("fast", "canonical"):
-        raise ValueError(f"--reduction ({words['reduction']!r}) must be fast or canonical")
     if "heads" in words:
         words["num_heads"], words["num_kv_heads"] = read_heads(words.pop("heads"))
     if words.keys() & {"wire", "wire_dtype"}:  # either takes the place of a file's

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise import masks
-from tilewise.arguments import require_range
+from tilewise.arguments import of_kind, require_range
 from tilewise.expressions import read_mask
 from tilewise.masks import lengths
 from tilewise.masks.base import Mask
@@ -49,8 +49,7 @@ class Axes(NamedTuple):
             raise ValueError(f"density ({self.density}) must be above 0 and at most 1")
         if self.corpus is not None:
             lengths.histogram(self.corpus)
-        if self.draw not in (None, *lengths.DRAWS):
-            raise ValueError(f"draw ({self.draw!r}) must be one of {', '.join(lengths.DRAWS)}")
+        of_kind("draw", self.draw, lengths.Draw | None)
 
     def of(self, text: str) -> Axes:
         """Those that a mask has, so that others do not make one mask several cases."""
