@@ -17,7 +17,7 @@ from tilewise.execution.call import (
 )
 from tilewise.execution.entry_masks import attend_by_entry
 from tilewise.execution.sinks import kind_of, with_sink
-from tilewise.execution.torch_op import attend
+from tilewise.execution.torch_op import attend, attend_compiled
 from tilewise.kernels.bias import Alibi
 from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
@@ -166,7 +166,9 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         save, seed = _save_when_compiled(save), None  # the seed changes, it is no constant
         _check_kernel_when_compiled(kernel)
         _check_seed_when_compiled(dropout_p, dropout_seed)
-    layout, known_mask = known_of(plan, layout, cast("Mask | None", mask))
+    known_mask: Any = mask
+    if layout is None or mask is None:
+        layout, known_mask = known_of(plan, layout, known_mask)
     region = autocast_dtype(q)
     if region is not None:
         q, k, v = lowered(q, region), lowered(k, region), lowered(v, region)
@@ -189,8 +191,8 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     call = Call(
         plan=plan,
         backward_plan=backward_plan,
-        mask=cast(Mask, known_mask),  # None is refused together with other wrong kinds
-        layout=cast(Layout, layout),
+        mask=known_mask,
+        layout=layout,  # pyright: ignore[reportArgumentType] - None is refused with other kinds
         kv_layout=kv_layout,
         q_positions=q_positions,
         softmax_scale=softmax_scale,
@@ -214,12 +216,13 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         and any(getattr(x, "requires_grad", False) for x in (q, k, v, bias)),
     )
     with without_autocast(q, region):
-        values = None if isinstance(bias, Alibi) else bias
+        values = None if bias is None or isinstance(bias, Alibi) else bias
         if masks is not None:
             out, lse, largest = attend_by_entry(q, k, v, call, masks, sink, values)
+        elif compiled:
+            out, lse, largest = attend_compiled(q, k, v, call, dropout_seed, values)
         else:
-            seed = dropout_seed if compiled else None
-            out, lse, largest = attend(q, k, v, call, seed, sink, values)
+            out, lse, largest = attend(q, k, v, call, sink, values)
         if sink is not None and reduction != "canonical":
             out, lse = with_sink(out, lse, sink)
         if joint is not None:

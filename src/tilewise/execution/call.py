@@ -29,6 +29,7 @@ from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import Group
 from tilewise.wires.wire import AnyWire
 
+NO_CONTEXT = nullcontext()
 Operand = TypeVar("Operand", Tensor, Tensor | None)
 
 MUST_AGREE = MappingProxyType({"agreed": True})
@@ -128,7 +129,7 @@ def autocast_dtype(x: object) -> torch.dtype | None:
     if not isinstance(x, Tensor):
         return None
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not torch._C._is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 
@@ -155,21 +156,26 @@ def without_autocast(x: Tensor, autocast: torch.dtype | None) -> AbstractContext
     Args:
         autocast: dtype of the region that the context stands in; None: there is none to leave.
     """
-    return nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False)
+    return NO_CONTEXT if autocast is None else torch.autocast(x.device.type, enabled=False)
+
+
+_LEFT_OUT: Any = None
 
 
 class KeptForCalls(NamedTuple):
     """Values that are made once for all calls that are resolved alike."""
 
     codes: RecentValues[Hashable, Any]  # of passes, bound
-    kinds: RecentValues[bool, CallKind]  # what ranks compare before each pass, by whether backward
+    kinds: dict[bool, CallKind]  # what ranks compare before each pass, by whether backward
 
 
 class ResolvedCall(NamedTuple):
     """A call that one rank has checked, with all that is derived from its options and shapes.
 
     Attributes:
-        passes: forward and backward.
+        bare_passes: forward and backward; `passes` has their plans.
+        plans: those of the call, of passes whose plan is left out.
+        plan_numbers: which of plans is that of each pass; None: it is there.
         number: of the forward pass among the group's calls, the same on all ranks; None: not known.
         expansion: of latents, if k and v are made of some.
         q_leaves, kv_leaves: how rows reach the ranks that have their leaves whole, and how they
@@ -177,7 +183,7 @@ class ResolvedCall(NamedTuple):
         kept: what is made once for all calls that resolve to this; None: nothing is kept.
     """
 
-    passes: tuple[ResolvedPass, ResolvedPass]
+    bare_passes: tuple[ResolvedPass, ResolvedPass]
     scores: Scores
     prune: bool
     kernel: Kernel
@@ -186,11 +192,31 @@ class ResolvedCall(NamedTuple):
     q_leaves: tuple[RowMoves, RowMoves] | None = None
     kv_leaves: tuple[RowMoves, RowMoves] | None = None
     kept: KeptForCalls | None = None
+    plans: tuple[Plan, ...] = ()
+    plan_numbers: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def passes(self) -> tuple[ResolvedPass, ResolvedPass]:
+        """Forward and backward, with their plans."""
+        forward, backward = (
+            bare if number is None else bare._replace(plan=self.plans[number])
+            for bare, number in zip(self.bare_passes, self.plan_numbers, strict=True)
+        )
+        return forward, backward
+
+    def without_plans(self, plans: tuple[Plan, Plan]) -> ResolvedCall:
+        """The same, to be kept by one of these plans, which it must not hold."""
+        numbers, bare = [], []
+        for x in self.bare_passes:
+            number = next((i for i, plan in enumerate(plans) if plan is x.plan), None)
+            numbers.append(number)
+            bare.append(x if number is None else x._replace(plan=_LEFT_OUT))
+        return self._replace(bare_passes=tuple(bare), plan_numbers=tuple(numbers))
 
     @property
     def canonical(self) -> bool:
         """True if results do not depend on how they were split."""
-        return self.passes[0].payload.canonical
+        return self.bare_passes[0].payload.canonical
 
     @property
     def learns(self) -> bool:
@@ -200,4 +226,4 @@ class ResolvedCall(NamedTuple):
     @property
     def gathered(self) -> bool:
         """True if forward keeps the operands that it receives, for backward."""
-        return self.passes[1].payload.saved
+        return self.bare_passes[1].payload.saved

@@ -48,7 +48,7 @@ def attend_by_entry(  # noqa: PLR0913 - as attend, and masks
     for entry, mask in enumerate(masks):
         entries.setdefault(mask, []).append(entry)
     if len(entries) == 1:
-        return attend(q, k, v, replace(call, mask=masks[0]), None, sink, bias)
+        return attend(q, k, v, replace(call, mask=masks[0]), sink, bias)
     parts: list[Results] = []
     for number, (mask, own) in enumerate(entries.items()):
         rows = torch.tensor(own, device=q.device)
@@ -59,7 +59,7 @@ def attend_by_entry(  # noqa: PLR0913 - as attend, and masks
             seed = (seed + SEEDS_APART * number) % MOST_SEEDS
         one = replace(call, mask=mask, sink=kind_of(own_sink), dropout_seed=seed)
         some = q.index_select(0, rows), k.index_select(0, rows), values
-        parts.append(attend(*some, one, None, own_sink, bias))
+        parts.append(attend(*some, one, own_sink, bias))
     order = torch.tensor([entry for own in entries.values() for entry in own]).argsort()
     order = order.to(q.device)
     out, lse = (torch.cat(x).index_select(0, order) for x in list(zip(*parts, strict=True))[:2])

@@ -1,7 +1,8 @@
 """The two passes of one checked call on this rank: tensors in, its code run, tensors out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ from tilewise.execution.workspace import WorkspacePool
 from tilewise.kernels.bias import DenseBias
 from tilewise.kernels.binned import folded, rounded
 from tilewise.kernels.canonical import row_sum, sink_sums
-from tilewise.kernels.protocol import Scores, accumulator_dtype, call_style, loadable
+from tilewise.kernels.protocol import Scores, accumulator_dtype, call_style
 from tilewise.layouts.layout import Run, contiguous
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import kept_with_plan
@@ -27,9 +28,10 @@ from tilewise.transport.protocol import Transport
 Leaves: TypeAlias = tuple[RowMoves, RowMoves] | None
 
 
-def _names(num_tensors: int) -> tuple[str, ...]:
-    """Return the names that a code has for the operands: q and latents, or q, k and v."""
-    return ("q", "latent") if num_tensors == 2 else ("q", "k", "v")
+_NAMES = MappingProxyType({2: ("q", "latent"), 3: ("q", "k", "v")})
+"""Names that a code has for the operands, by their number."""
+_RESULTS: tuple[str, ...] = ("out", "lse", "largest")
+_OF_QUERIES = frozenset(("q", "out", "lse", "largest", "dout", "dlse", "dq"))
 
 
 def forward_pass(
@@ -51,39 +53,19 @@ def forward_pass(
         bias: a dense one, if the call has one.
         sink: one a head, which a canonical pass takes in itself.
     """
-    batched, payload = q.ndim == 4, problem.passes[0].payload
-    rows = [rows_first(loadable(x), batched) for x in (q, *kv)]
-    rows = [
-        _there(x, problem.kv_leaves if number else problem.q_leaves, transport)
-        for number, x in enumerate(rows)
-    ]
-    bound = bound_code(problem, transport, rows[0], backward=False, keep=keep and problem.gathered)
+    payload = problem.bare_passes[0].payload
     out, lse = empty_results(q, payload.v_head_dim)
     largest = [torch.empty_like(lse) for _ in range(payload.max_logit)]
-    named = zip(("out", "lse", "largest"), (out, lse, *largest), strict=False)
-    results = {name: rows_first(x, batched) for name, x in named}
-    written = results
-    if problem.q_leaves is not None:
-        num_rows = len(rows[0])
-        written = {name: x.new_empty((num_rows, *x.shape[1:])) for name, x in results.items()}
-    given = {**dict(zip(_names(len(rows)), rows, strict=True)), **written}
-    scores = _scores(problem, bias)
-    work = Pass(transport, scores, expansion=problem.expansion, sink=sink)
-    kept = bound.run(given, work)
-    if problem.q_leaves is not None:
-        for name, x in results.items():
-            x.copy_(_back(written[name], problem.q_leaves, transport))
+    results = dict(zip(_RESULTS, (out, lse, *largest), strict=False))
+    given = dict(zip(_NAMES[1 + len(kv)], (q, *kv), strict=True))
+    if q.ndim == 4:
+        given, results = _tokens_first(given), _tokens_first(results)
+    bound = bound_code(
+        problem, transport, given["q"], backward=False, keep=keep and problem.gathered
+    )
+    work = Pass(transport, _scores(problem, bias), expansion=problem.expansion, sink=sink)
+    kept = _run(problem, bound, given, results, work)
     return out, lse, [*map(_largest, largest), *kept]
-
-
-def _there(x: Tensor, leaves: Leaves, transport: Transport) -> Tensor:
-    """Rows as the call has them, moved to the ranks that have their leaves."""
-    return x if leaves is None else moved(x, leaves[0], transport)
-
-
-def _back(x: Tensor, leaves: Leaves, transport: Transport) -> Tensor:
-    """Rows of whole leaves, moved to the ranks that have them in the call."""
-    return x if leaves is None else moved(x, leaves[1], transport)
 
 
 def backward_pass(
@@ -102,34 +84,68 @@ def backward_pass(
         grads: dout and dlse; None: zero.
         bias: a dense one, with room for its gradient if it gets one.
     """
-    batched = saved[0].ndim == 4
-    q, *kv, out, lse = (rows_first(loadable(x), batched) for x in saved)
-    dout, dlse = (None if x is None else rows_first(loadable(x), batched) for x in grads)
-    names = _names(len(kv) + 1)
-    q_leaves, kv_leaves = problem.q_leaves, problem.kv_leaves
-    dout = out.new_zeros(out.shape) if dout is None else dout
-    if q_leaves is not None:  # another rank may have a gradient of lse
-        dlse = lse.new_zeros(lse.shape) if dlse is None else dlse
-        out, lse, dout, dlse = (_there(x, q_leaves, transport) for x in (out, lse, dout, dlse))
-    operands = [_there(q, q_leaves, transport), *(_there(x, kv_leaves, transport) for x in kv)]
+    *operands, out, lse = saved
+    (dout, dlse), names = grads, _NAMES[len(operands)]
+    results = {f"d{name}": x.new_empty(x.shape) for name, x in zip(names, operands, strict=True)}
     given = dict(zip(names, operands, strict=True))
-    results = [x.new_empty(x.shape) for x in saved[:-2]]
-    views = [rows_first(x, batched) for x in results]
-    sides = [q_leaves, *[kv_leaves] * len(kv)]
-    written = [
-        view if leaves is None else view.new_empty((len(x), *view.shape[1:]))
-        for view, leaves, x in zip(views, sides, operands, strict=True)
-    ]
-    given |= {f"d{name}": x for name, x in zip(names, written, strict=True)}
-    given |= {"out": out, "lse": lse, "dout": dout}
-    given |= {f"kept{number}": x for number, x in enumerate(kept)}
-    bound = bound_code(problem, transport, operands[0], backward=True)
-    work = Pass(transport, _scores(problem, bias), expansion=problem.expansion, dlse=dlse)
-    bound.run(given, work)
-    for view, leaves, x in zip(views, sides, written, strict=True):
-        if leaves is not None:
-            view.copy_(_back(x, leaves, transport))
-    return tuple(results)
+    given |= {"out": out, "lse": lse, "dout": torch.zeros_like(out) if dout is None else dout}
+    if dlse is not None:
+        given["dlse"] = dlse
+    elif problem.q_leaves is not None:  # another rank may have a gradient of lse
+        given["dlse"] = torch.zeros_like(lse)
+    found = tuple(results.values())
+    if out.ndim == 4:
+        given, results = _tokens_first(given), _tokens_first(results)
+    bound = bound_code(problem, transport, given["q"], backward=True)
+    work = Pass(transport, _scores(problem, bias), expansion=problem.expansion)
+    _run(problem, bound, given, results, work, kept)
+    return found
+
+
+def _tokens_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors [batch, tokens, ...] as a code takes them."""
+    return {name: x.transpose(0, 1) for name, x in tensors.items()}
+
+
+def _run(
+    problem: ResolvedCall,
+    bound: BoundCode,
+    given: Mapping[str, Tensor],
+    results: Mapping[str, Tensor],
+    work: Pass,
+    kept: Sequence[Tensor] = (),
+) -> list[Tensor]:
+    """Run a pass on tensors by rows, or on the rows of whole leaves where the call moves these.
+
+    Args:
+        results: to write to.
+        kept: what the forward pass kept.
+    """
+    saved = {f"kept{number}": x for number, x in enumerate(kept)}
+    if problem.q_leaves is None and problem.kv_leaves is None:
+        work.dlse = given.get("dlse")
+        return bound.run({**given, **results, **saved}, work)
+    transport, sides = work.transport, {True: problem.q_leaves, False: problem.kv_leaves}
+    leaves = {name: sides[name in _OF_QUERIES] for name in (*given, *results)}
+    there = {name: _there(x, leaves[name], transport) for name, x in given.items()}
+    written = {name: _room(x, leaves[name], transport.rank) for name, x in results.items()}
+    work.dlse = there.get("dlse")
+    kept_there = bound.run({**there, **written, **saved}, work)
+    for name, x in results.items():
+        moves = leaves[name]
+        if moves is not None:
+            x.copy_(moved(written[name], moves[1], transport))
+    return kept_there
+
+
+def _there(x: Tensor, leaves: Leaves, transport: Transport) -> Tensor:
+    """Rows as the call has them, moved to the ranks that have their leaves."""
+    return x if leaves is None else moved(x, leaves[0], transport)
+
+
+def _room(x: Tensor, leaves: Leaves, rank: int) -> Tensor:
+    """Room for the rows of whole leaves that become these."""
+    return x if leaves is None else x.new_empty((leaves[0].num_wanted[rank], *x.shape[1:]))
 
 
 def sink_gradient(
@@ -181,12 +197,13 @@ def bound_code(
     """The code of a pass, bound to the device and the kernel; made at the first call.
 
     Args:
-        q: [rows, batch, num_heads, head_dim].
+        q: [rows, (batch,) num_heads, head_dim].
     """
-    batch, device, scores = q.shape[1], q.device, problem.scores
+    batch, device, scores = int(q.shape[1]) if q.ndim == 4 else 1, q.device, problem.scores
 
     def make() -> BoundCode:
         call = CallTraits(batch, problem.prune, keep, places=scores.by_place)
+        traits = code_traits(problem, transport)
         passes, rank, code = problem.passes, transport.rank, None
         own = passes[backward]
         if isinstance(own.plan, RankPlan):
@@ -199,22 +216,25 @@ def bound_code(
         pool = _pool_of(passes[0].plan, rank, device)
         return BoundCode(code, device, problem.kernel, scores, pool)
 
-    traits = code_traits(problem, transport)
     if problem.kept is None:
         return make()
-    key = backward, batch, device, keep, traits, problem.kernel
+    key = backward, batch, device, keep, transport_traits(transport), problem.kernel
     return problem.kept.codes.get(key, make)
 
 
-def code_traits(problem: ResolvedCall, transport: Transport) -> CodeTraits:
-    """Return the facts of the transport and the kernel that a code depends on."""
-    return CodeTraits(
+def transport_traits(transport: Transport) -> tuple[int, int | None, bool, int | None]:
+    """Return the facts of the transport that a code depends on, as CodeTraits has them."""
+    return (
         transport.receives_ahead,
         transport.node_size,
         bool(getattr(transport, "takes_teams", False)),
         getattr(transport, "sends_in_flight", None),
-        call_style(problem.kernel),
     )
+
+
+def code_traits(problem: ResolvedCall, transport: Transport) -> CodeTraits:
+    """Return the facts of the transport and the kernel that a code depends on."""
+    return CodeTraits(*transport_traits(transport), call_style(problem.kernel))
 
 
 @kept_with_plan(4, each_rank=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from contextlib import suppress
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from tilewise.arguments import dtype_name
 from tilewise.compiler.rank_plan import RankPlan
-from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
+from tilewise.compiler.resolved import CallShape, resolve_passes
 from tilewise.compiler.row_moves import leaf_moves
 from tilewise.execution.call import Call, KeptForCalls, ResolvedCall
 from tilewise.execution.expansion import TRIED_ROWS, Expansion
@@ -46,8 +45,6 @@ from tilewise.transport.agreement import PASS
 from tilewise.wires.latent import Latent
 from tilewise.wires.wire import Plain, Wires, latent_of, plain_wires, wires_of
 
-NO_PASSES: Any = ()
-NO_PLAN: Any = None
 UNKEYED = frozenset(
     ("plan", "backward_plan", "q_positions", "dropout_seed", "group", "validate", "resolved")
 )
@@ -56,7 +53,8 @@ on them, or look at them in every call. The plan has the cache."""
 AGREED = tuple(option.name for option in fields(Call) if option.metadata.get("agreed"))
 """Options that must be the same on all ranks; the first in which they differ is named."""
 _CALLS_KEPT = 32
-_key = attrgetter(*(option.name for option in fields(Call) if option.name not in UNKEYED))
+_options = attrgetter(*(option.name for option in fields(Call) if option.name not in UNKEYED))
+_facts = attrgetter("shape", "dtype", "device", "layout")
 
 
 def resolve_once(
@@ -70,40 +68,26 @@ def resolve_once(
     own, other = call.plan, call.backward_plan
     plans = own, own if other is None else other
 
-    def make() -> tuple[ResolvedCall, list[tuple[ResolvedPass, int | None]]]:
+    def make() -> ResolvedCall:
         problem = resolve(q, k, v, call, rank, world_size)
-        problem = problem._replace(kept=KeptForCalls(RecentValues(4), RecentValues(2)))
-        passes: list[tuple[ResolvedPass, int | None]] = []
-        for x in problem.passes:
-            numbers = [number for number, plan in enumerate(plans) if plan is x.plan]
-            number = numbers[0] if numbers else None
-            passes.append((x if number is None else x._replace(plan=NO_PLAN), number))
-        return problem._replace(passes=NO_PASSES), passes
+        kept = KeptForCalls(RecentValues(4), {})
+        return problem.without_plans(plans)._replace(kept=kept)
 
     # Wires look at values.
     if not isinstance(own, Plan) or call.q_positions is not None or call.wire is not None:
         return resolve(q, k, v, call, rank, world_size)
-    given, table = tuple(_key(call)), _problems(own, rank)
-    key: tuple[Any, ...] = ()
-    kept = None
-    with suppress(AttributeError, TypeError):  # of a wrong kind, which the check says
-        operands = (q, k) if v is None else (q, k, v)
-        tensors = tuple([(type(x), x.shape, x.dtype, x.device, x.layout) for x in operands])
-        backward = "plan" if other is own else ref(other) if isinstance(other, Plan) else other
+    options, operands = _options(call), (q, k) if v is None else (q, k, v)
+    try:
+        tensors = [*map(type, operands), *map(_facts, operands)]
+        backward = "plan" if other is None or other is own else ref(other)
         # By type first: True is no number here, but equals 1, and values of wrong types may not
         # compare.
-        asked = world_size, type(other), *map(type, given), backward, *tensors, given
-        kept = table.newest(asked)
-        if kept is None:
-            hash(asked)
-        key = asked
-    if not key:
+        key = world_size, type(other), *map(type, options), backward, *tensors, *options
+        table = _problems(own, rank)
+        problem = table.newest(key) or table.get(key, make)
+    except (AttributeError, TypeError):  # of a wrong kind, which the check says
         return resolve(q, k, v, call, rank, world_size)
-    problem, passes = kept or table.get(key, make)
-    first, second = [
-        x if number is None else x._replace(plan=plans[number]) for x, number in passes
-    ]
-    problem = problem._replace(passes=(first, second))
+    problem = problem._replace(plans=plans)
     if call.dropout_p:
         return problem._replace(scores=checked_scores(call, int(q.shape[-1]), world_size))
     return problem
@@ -238,7 +222,7 @@ def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, 
     """Return the facts that all ranks must have in common, most telling first: "auto" plans for the
     shapes.
 
-    What changes from call to call stands apart, in agreement_values.
+    What changes from call to call, such as dropout's seed, is compared beside them.
     """
     (plan, _, (q_layout, kv_layout), groups, payload), backward = problem.passes
     scores = problem.scores
@@ -273,14 +257,6 @@ def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, 
         "device": q.device.type,
     }
     return {name: _text(value) for name, value in compared.items()}
-
-
-def agreement_values(problem: ResolvedCall) -> dict[str, str]:
-    """Return the values that all ranks must have in common, too, but that change among calls of one
-    kind.
-    """
-    scores = problem.scores
-    return {"dropout_seed": str(scores.dropout_seed)} if scores.dropout_p else {}
 
 
 def _text(value: object) -> str:

@@ -7,7 +7,9 @@ of the call at the beginning of each pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from itertools import groupby, islice
+from operator import itemgetter
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +29,14 @@ from tilewise.kernels.canonical import (
     merge_short,
     row_sum,
 )
-from tilewise.kernels.protocol import Kernel, Places, Scores, accumulator_dtype, deliver
+from tilewise.kernels.protocol import (
+    Kernel,
+    Places,
+    Scores,
+    accumulator_dtype,
+    deliver,
+    loadable,
+)
 from tilewise.plan.ir import Item
 from tilewise.transport.protocol import Handle, Message, TeamMessages, Transport, as_bytes
 from tilewise.transport.streams import is_capturing
@@ -106,25 +115,32 @@ class BoundCode:
         self._scale = scores.scale
         self._scores = scores if scores.needs else None
         self._adopts = device.type in ADOPTING_DEVICES
-        self._numbers: dict[Ref, int] = {}
-        self._derived: dict[int, list[tuple[int, Ref]]] = {}  # by tensor, other parts of it
+        self._numbers: dict[_Part, int] = {}
+        self._derived: dict[int, list[tuple[int, _Part]]] = {}  # by tensor, other parts of it
         self._as_bytes: dict[int, int] = {}
+        self._teams: list[_TeamNumbers] = []
+        self._num_tensors = 0
         self._groups: dict[int, int] = {}  # arrivals by their exchange
         self._num_exchanges = 0
         self._awaited: set[int] = set()  # exchanges
         self._canonical = any(isinstance(op, ops.Finish) for op in code.ops)
         self._made = {*self._tensors_that_ops_make()}
-        self._steps = [self._bound(op) for op in code.ops]
+        self._steps = [*self._bound_ops()]
         self._busy_steps = [step for step in self._steps if step is not _no_step]
-        self._given_names: list[tuple[int, str]] = []
-        self._prologue = self._given_parts()
+        self._aligned = self._names_read_by_kernels()
+        self._kept = [
+            (f"kept{place}", code.buffers[one.buffer].num_bytes)
+            for place, one in enumerate(code.kept)
+        ]
+        self._given, self._stored, self._parts = self._find_given()
 
     def run(self, given: Mapping[str, Tensor], work: Pass) -> list[Tensor]:
         """Run the code; returns when all that was sent has left.
 
         Args:
-            given: the call's tensors [rows, batch, heads(, width)] by name, to read and to write,
-                and under kept0, kept1, ... what a forward pass kept.
+            given: the call's tensors [rows, batch, heads(, width)] by name, to read and to write;
+                dimensions of size 1 may be missing. Under kept0, kept1, ... what a forward pass
+                kept.
         Returns:
             The buffers that the pass keeps.
         """
@@ -135,17 +151,11 @@ class BoundCode:
         workspace = Workspace() if capturing else self._pool.take()
         bound = workspace.enter(self, code.num_bytes, device, self._bind)
         tensors: list[Any] = bound.copy()
-        kept = [
-            torch.empty(code.buffers[one.buffer].num_bytes, dtype=torch.uint8, device=device)
-            for one in code.kept
-        ]
-        for name in code.contiguous:
-            if not given[name].is_contiguous():
-                given = {**given, name: given[name].contiguous()}
-        for number, name in self._given_names:
-            tensors[number] = given[name]
-        for number, make in self._prologue:
-            tensors[number] = make(given, kept, tensors)
+        kept = {
+            name: torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            for name, num_bytes in self._kept
+        }
+        self._take(tensors, {**given, **kept})
         work.handles = [_NOTHING] * self._num_exchanges
         if profiler._is_profiler_enabled:
             self._run_recorded(tensors, work)
@@ -156,7 +166,30 @@ class BoundCode:
         workspace.leave()
         if not capturing:
             self._pool.give_back(workspace)
-        return kept
+        return [*kept.values()]
+
+    def _take(self, tensors: list[Any], given: dict[str, Tensor]) -> None:
+        """Set the tensors that are the call's or are kept, and parts of them."""
+        for name in self._aligned:
+            given[name] = loadable(given[name])
+        for name in self.code.contiguous:
+            given[name] = given[name].contiguous()
+        numbers, names, shapes = self._given
+        views = map(Tensor.view, map(given.__getitem__, names), shapes)
+        for number, x in zip(numbers, views, strict=True):
+            tensors[number] = x
+        for name, dtype, numbers, shapes, strides, starts in self._stored:
+            memory = _numbers_in(given[name], dtype)
+            starts = map(memory.storage_offset().__add__, starts)
+            views = map(memory.as_strided, shapes, strides, starts)
+            for number, x in zip(numbers, views, strict=True):
+                tensors[number] = x
+        for number, whole, part in self._parts:
+            tensors[number] = part_of(tensors[whole], *part)
+        for number, bytes_number in self._as_bytes.items():
+            tensors[bytes_number] = as_bytes(tensors[number])
+        if self._teams:
+            self._make_team_messages(tensors)
 
     def _run_recorded(self, tensors: list[Any], work: Pass) -> None:
         """Run all steps; while an operation runs, a profiler sees a range of its label."""
@@ -177,15 +210,23 @@ class BoundCode:
             elif isinstance(op, ops.Expand | ops.Pull | ops.Ask):
                 yield from (ref.tensor for ref in op.writes)
 
-    def _number(self, ref: Ref) -> int:
-        """The place of a tensor among those of a pass."""
-        number = self._numbers.get(ref)
+    def _number(self, ref: Ref, shape: tuple[int, ...] | None = None) -> int:
+        """The place of a tensor among those of a pass.
+
+        Args:
+            shape: in which an op sees it; None: its own.
+        """
+        part = ref, shape
+        number = self._numbers.get(part)
         if number is None:
-            number = self._numbers[ref] = len(self._numbers) + len(self._as_bytes)
-            whole = Ref(ref.tensor)
-            if ref.tensor in self._made and ref != whole:
-                self._derived.setdefault(self._number(whole), []).append((number, ref))
+            number = self._numbers[part] = self._new_number()
+            if ref.tensor in self._made and part != (_whole(ref), None):
+                self._derived.setdefault(self._number(_whole(ref)), []).append((number, part))
         return number
+
+    def _new_number(self) -> int:
+        self._num_tensors += 1
+        return self._num_tensors - 1
 
     def _bytes_number(self, ref: Ref) -> int:
         """Return the number of a tensor that is sent: a tensor of the call is seen as bytes."""
@@ -193,52 +234,81 @@ class BoundCode:
         if self.code.tensors[ref.tensor].dtype == "uint8":
             return number
         if number not in self._as_bytes:
-            self._as_bytes[number] = len(self._numbers) + len(self._as_bytes)
+            self._as_bytes[number] = self._new_number()
         return self._as_bytes[number]
 
     def _bind(self, workspace: Tensor) -> list[Any]:
         """All tensors that lie in a workspace; None for others."""
-        found: list[Any] = [None] * (len(self._numbers) + len(self._as_bytes))
+        found: list[Any] = [None] * self._num_tensors
         wholes: dict[int, Tensor] = {}
-        for ref, number in self._numbers.items():
-            spec = self.code.tensors[ref.tensor]
+        for part, number in self._numbers.items():
+            tensor = part[0].tensor
+            spec = self.code.tensors[tensor]
             home = self.code.buffers[spec.buffer].home
-            if home is not Home.WORKSPACE or ref.tensor in self._made:
+            if home is not Home.WORKSPACE or tensor in self._made:
                 continue
-            if ref.tensor not in wholes:
-                wholes[ref.tensor] = _placed(workspace, self.code.offsets[spec.buffer], spec)
-            found[number] = part_of(wholes[ref.tensor], ref)
+            if tensor not in wholes:
+                wholes[tensor] = _placed(workspace, self.code.offsets[spec.buffer], spec)
+            found[number] = part_of(wholes[tensor], *part)
+        self._make_team_messages(found)
         return found
 
-    def _given_parts(self) -> list[tuple[int, Make]]:
-        """Return how tensors of a call, and those that are kept, are made at the beginning of a
-        pass, but for those that are taken as they are given: they are named.
+    def _make_team_messages(self, t: list[Any]) -> None:
+        """Make what teams exchange of tensors that are there."""
+        for number, leaving, arriving, rest in self._teams:
+            if t[number] is None and t[leaving] is not None and t[arriving] is not None:
+                t[number] = TeamMessages(t[leaving], t[arriving], *rest)
+
+    def _names_read_by_kernels(self) -> list[str]:
+        """Names of the call's tensors that other ops than copies and sums read, and none writes."""
+        names: dict[str, None] = {}
+        written = {ref.tensor for op in self.code.ops for ref in op.writes}
+        for op in self.code.ops:
+            if not isinstance(op, ops.Copy | ops.ComputeDelta | ops.Post):
+                for ref in op.reads:
+                    if self.code.home(ref) is Home.GIVEN and ref.tensor not in written:
+                        names[self.code.buffers[self.code.tensors[ref.tensor].buffer].name] = None
+        return [*names]
+
+    def _find_given(self) -> tuple[_Given, list[_Stored], list[tuple[int, int, _Part]]]:
+        """Find how tensors of a call, and those that are kept, are made at the beginning of a pass:
+        as they are given, or in memory that is given, or as parts of others.
         """
-        code, parts = self.code, []
-        kept = {one.buffer: place for place, one in enumerate(code.kept)}
-        wholes: dict[int, int] = {}  # of tensors of which parts are read, by tensor
-        for ref in [*self._numbers]:
-            if code.home(ref) in (Home.GIVEN, Home.SAVED, Home.KEPT):
-                whole = Ref(ref.tensor)
-                wholes.setdefault(ref.tensor, self._number(whole))
-        for tensor, number in wholes.items():
-            spec = code.tensors[tensor]
-            buffer = code.buffers[spec.buffer]
-            if buffer.home is Home.GIVEN:
-                self._given_names.append((number, buffer.name))
-            elif buffer.home is Home.SAVED:
-                parts.append((number, _saved(buffer.name, spec)))
+        code, homes = self.code, (Home.GIVEN, Home.SAVED, Home.KEPT)
+        names = {one.buffer: name for one, (name, _) in zip(code.kept, self._kept, strict=True)}
+        given, parts = _Given([], [], []), list[tuple[int, int, _Part]]()
+        stored: dict[tuple[str, torch.dtype], _Stored] = {}
+        for ref, _ in [*self._numbers]:
+            if code.home(ref) in homes and (code.home(ref) is not Home.GIVEN or ref != _whole(ref)):
+                self._number(_whole(ref))  # of which they are parts
+        for (ref, shape), number in self._numbers.items():
+            spec = code.tensors[ref.tensor]
+            buffer, is_whole = code.buffers[spec.buffer], ref == _whole(ref)
+            if buffer.home not in homes:
+                continue
+            if is_whole and buffer.home is Home.GIVEN:
+                given.add(number, buffer.name, shape or spec.shape)
+            elif is_whole and shape is None:
+                name, dtype = names.get(spec.buffer, buffer.name), getattr(torch, spec.dtype)
+                placed = stored.setdefault((name, dtype), _Stored(name, dtype, [], [], [], []))
+                placed.add(number, spec)
             else:
-                parts.append((number, _kept(kept[spec.buffer], spec)))
-        for ref, number in self._numbers.items():
-            whole = wholes.get(ref.tensor, number)
-            if whole != number:
-                parts.append((number, _part_of_number(whole, ref)))
-            if number in self._as_bytes:
-                parts.append((self._as_bytes[number], _as_bytes_of_number(number)))
-        return parts
+                parts.append((number, self._numbers[_whole(ref), None], (ref, shape)))
+        return given, [*stored.values()], parts
 
     # Steps
+
+    def _bound_ops(self) -> Iterator[Step]:
+        """Bind each op; plain copies of one operation that follow each other are one step."""
+        left = iter(self.code.ops)
+        for line in self.code.lines:
+            for plain, some in groupby(islice(left, line.num_ops), _is_plain_copy):
+                if plain:
+                    copies = cast("list[ops.Copy]", [*some])
+                    yield self._copy_plainly(copies)
+                    yield from [_no_step] * (len(copies) - 1)
+                else:
+                    yield from map(self._bound, some)
 
     def _bound(self, op: ops.Op) -> Step:
         match op:
@@ -281,21 +351,29 @@ class BoundCode:
             return None
         return torch.from_numpy(table.numbers.copy()).to(self._device)
 
+    def _copy_plainly(self, copies: Sequence[ops.Copy]) -> Step:
+        """Copies of all rows and heads; either end may have the same numbers in another shape."""
+        pairs: list[tuple[int, int]] = []
+        for source, target, *_ in copies:
+            shape, own = self.code.shape(target), self.code.shape(source)
+            a = self._number(source, shape if len(shape) > len(own) else None)
+            pairs.append((self._number(target, own if len(own) > len(shape) else None), a))
+
+        def step(t: list[Any], _: Pass) -> None:
+            for b, a in pairs:
+                t[b].copy_(t[a])
+
+        return step
+
     def _copy(self, op: ops.Copy) -> Step:
         a, b = self._number(op.source), self._number(op.target)
         rows, heads = self._table(op.rows), self._table(op.heads)
-        shape, source = self.code.shape(op.target), self.code.shape(op.source)
-        if rows is not None:
-            if op.scatters:
-                return lambda t, _: t[b].index_copy_(0, rows, t[a])
-            return lambda t, _: torch.index_select(t[a], 0, rows, out=t[b])
-        if heads is not None:
+        shape = self.code.shape(op.target)
+        if rows is None:
             return lambda t, _: t[b].copy_(t[a].index_select(2, heads).view(shape))
-        if len(shape) > len(source):
-            return lambda t, _: t[b].copy_(t[a].view(shape))
-        if len(shape) < len(source):
-            return lambda t, _: t[b].view(source).copy_(t[a])
-        return lambda t, _: t[b].copy_(t[a])
+        if op.scatters:
+            return lambda t, _: t[b].index_copy_(0, rows, t[a])
+        return lambda t, _: torch.index_select(t[a], 0, rows, out=t[b])
 
     def _delta(self, op: ops.ComputeDelta) -> Step:
         parts = op.out, op.dout, op.product, op.delta
@@ -314,13 +392,13 @@ class BoundCode:
             else:
                 torch.sum(t[product], -1, out=t[delta])
             if work.dlse is not None:
-                t[delta].sub_(work.dlse)
+                t[delta].sub_(work.dlse.view_as(t[delta]))
 
         return step
 
     def _attend(self, op: ops.Attend) -> Step:
         results = [(result, [*map(self._number, result.refs)]) for result in op.results]
-        operands, call, scale = [*map(self._number, op.operands)], op.call, self._scale
+        operands_of, call, scale = itemgetter(*map(self._number, op.operands)), op.call, self._scale
         run, extra = self._run_kernel, self._extra_arguments(op)
         into = [number for _, numbers in results for number in numbers]
         written = [number for result, numbers in results if not result.adds for number in numbers]
@@ -328,18 +406,18 @@ class BoundCode:
 
             def add(t: list[Any], work: Pass) -> None:
                 kernel_into = tuple([t[i] for i in into])
-                run(*[t[i] for i in operands], call, scale, kernel_into, *extra(work))
+                run(*operands_of(t), call, scale, kernel_into, *extra(work))
 
             return add
         if self._adopts:
-            return self._adopting(op, results, operands)
+            return self._adopting(op, results, operands_of)
         blanks = self._blanks(len(written)) if not self.code.backward else [0.0] * len(written)
 
         def fill_and_add(t: list[Any], work: Pass) -> None:
             for number, value in zip(written, blanks, strict=True):
                 t[number].fill_(value)
             kernel_into = tuple([t[i] for i in into])
-            run(*[t[i] for i in operands], call, scale, kernel_into, *extra(work))
+            run(*operands_of(t), call, scale, kernel_into, *extra(work))
 
         return fill_and_add
 
@@ -350,7 +428,10 @@ class BoundCode:
         return [0.0, *[-torch.inf] * (count - 1)]
 
     def _adopting(
-        self, op: ops.Attend, results: list[tuple[ops.Result, list[int]]], operands: list[int]
+        self,
+        op: ops.Attend,
+        results: list[tuple[ops.Result, list[int]]],
+        operands_of: Callable[[list[Any]], tuple[Tensor, ...]],
     ) -> Step:
         """The kernel's own tensors become results that are written; to others they are added."""
         run, extra, call, scale = self._run_kernel, self._extra_arguments(op), op.call, self._scale
@@ -360,15 +441,17 @@ class BoundCode:
             for result, _ in results
             for ref in result.refs
         ]
-        put = self._putting()
+        put, derived = self._putting(), self._derived
 
         def step(t: list[Any], work: Pass) -> None:
-            found = run(*[t[i] for i in operands], call, scale, None, *extra(work))
+            found = run(*operands_of(t), call, scale, None, *extra(work))
             for (number, added), x, dtype in zip(adds, found, dtypes, strict=True):
                 if added:
                     t[number].add_(x)
                     continue
-                put(t, number, x if x.dtype is dtype else x.to(dtype))
+                t[number] = x if x.dtype is dtype else x.to(dtype)
+                if number in derived:
+                    put(t, number, t[number])
 
         return step
 
@@ -378,8 +461,8 @@ class BoundCode:
 
         def put(t: list[Any], number: int, x: Tensor) -> None:
             t[number] = x
-            for part, ref in derived.get(number, ()):
-                t[part] = part_of(x, ref)
+            for other, part in derived.get(number, ()):
+                t[other] = part_of(x, *part)
 
         return put
 
@@ -541,13 +624,13 @@ class BoundCode:
         return step
 
     def _post_team(self, op: ops.Post, team: ops.TeamBytes) -> Step:
-        leaving, arriving = self._number(team.leaving), self._number(team.arriving)
+        number, place = self._new_number(), self._exchange(op.arrivals)
+        tensors = self._number(team.leaving), self._number(team.arriving)
         rest = team.sizes, team.team.ranks, team.label, team.most_bytes
-        place = self._exchange(op.arrivals)
+        self._teams.append((number, *tensors, rest))
 
         def step(t: list[Any], work: Pass) -> None:
-            messages = TeamMessages(t[leaving], t[arriving], *rest)
-            work.handles[place] = work.transport.exchange_all(messages)  # pyright: ignore
+            work.handles[place] = work.transport.exchange_all(t[number])  # pyright: ignore
 
         return step
 
@@ -590,6 +673,10 @@ def _no_kernel(*_: Any) -> NoReturn:
     raise AssertionError("a code without a kernel attends nothing")
 
 
+def _is_plain_copy(op: ops.Op) -> bool:
+    return isinstance(op, ops.Copy) and op.rows is None and op.heads is None
+
+
 def _no_step(_: list[Any], __: Pass) -> None:
     return
 
@@ -598,38 +685,72 @@ def _no_arguments(_: Pass) -> tuple[()]:
     return ()
 
 
-def part_of(x: Tensor, ref: Ref) -> Tensor:
-    """The rows and heads of a tensor."""
+def _whole(ref: Ref) -> Ref:
+    """All rows and heads of a tensor."""
+    return Ref(ref.tensor)
+
+
+_Part: TypeAlias = tuple[Ref, tuple[int, ...] | None]
+"""Rows and heads of a tensor, and the shape in which an op sees them (None: their own)."""
+_TeamNumbers: TypeAlias = tuple[int, int, int, tuple[Any, ...]]
+"""The number of what a team exchanges, of its tensors, and what else it is made of."""
+
+
+class _Given(NamedTuple):
+    """Tensors that are as the call gives them: their numbers, names and shapes."""
+
+    numbers: list[int]
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+
+    def add(self, number: int, name: str, shape: tuple[int, ...]) -> None:
+        self.numbers.append(number)
+        self.names.append(name)
+        self.shapes.append(shape)
+
+
+class _Stored(NamedTuple):
+    """Tensors of one dtype in memory that is given; starts count numbers of it."""
+
+    name: str
+    dtype: torch.dtype
+    numbers: list[int]
+    shapes: list[tuple[int, ...]]
+    strides: list[tuple[int, ...]]
+    starts: list[int]
+
+    def add(self, number: int, spec: TensorSpec) -> None:
+        self.numbers.append(number)
+        self.shapes.append(spec.shape)
+        self.strides.append(spec.strides)
+        self.starts.append(spec.start // self.dtype.itemsize)
+
+
+def part_of(x: Tensor, ref: Ref, shape: tuple[int, ...] | None = None) -> Tensor:
+    """The rows and heads of a tensor.
+
+    Args:
+        shape: in which they are seen; None: their own.
+    """
     if ref.rows is not None:
         start, stop, step = ref.rows
         x = x[start:stop:step]
-    return x if ref.heads is None else x[:, :, slice(*ref.heads)]
+    if ref.heads is not None:
+        x = x[:, :, slice(*ref.heads)]
+    return x if shape is None else x.view(shape)
+
+
+def _numbers_in(memory: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as numbers, without those at the end that make no whole number."""
+    if dtype is memory.dtype:
+        return memory
+    rest = memory.numel() % dtype.itemsize
+    return (memory[:-rest] if rest else memory).view(dtype)
 
 
 def _placed(memory: Tensor, offset: int, spec: TensorSpec) -> Tensor:
     """A tensor in bytes whose first is a multiple of what its numbers need."""
     dtype = getattr(torch, spec.dtype)
-    rest = memory.numel() % dtype.itemsize
-    numbers = (memory[:-rest] if rest else memory).view(dtype)
+    numbers = _numbers_in(memory, dtype)
     first = numbers.storage_offset() + (offset + spec.start) // dtype.itemsize
     return numbers.as_strided(spec.shape, spec.strides, first)
-
-
-Make: TypeAlias = Callable[[Mapping[str, Tensor], Sequence[Tensor], Sequence[Tensor]], Tensor]
-"""Makes a tensor of (the call's by name, what is kept, those that were made before)."""
-
-
-def _saved(name: str, spec: TensorSpec) -> Make:
-    return lambda given, _, __: _placed(given[name], 0, spec)
-
-
-def _kept(place: int, spec: TensorSpec) -> Make:
-    return lambda _, kept, __: _placed(kept[place], 0, spec)
-
-
-def _part_of_number(number: int, ref: Ref) -> Make:
-    return lambda _, __, made: part_of(made[number], ref)
-
-
-def _as_bytes_of_number(number: int) -> Make:
-    return lambda _, __, made: as_bytes(made[number])

@@ -9,10 +9,9 @@ agreed yet: the operator itself lets them, at every run.
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,14 +19,20 @@ from torch._library import opaque_object
 
 from tilewise.arguments import Validate, dtype_name, of_kind
 from tilewise.compiler.rank_plan import RankPlan
-from tilewise.execution.call import Call, ResolvedCall, autocast_dtype, without_autocast
+from tilewise.execution.call import (
+    NO_CONTEXT,
+    Call,
+    ResolvedCall,
+    autocast_dtype,
+    without_autocast,
+)
 from tilewise.execution.forward_backward import (
     backward_pass,
     empty_results,
     forward_pass,
     sink_gradient,
 )
-from tilewise.execution.resolve import agreement_fields, agreement_values, resolve_once
+from tilewise.execution.resolve import agreement_fields, resolve_once
 from tilewise.execution.sinks import one_sink, values_of
 from tilewise.execution.validation import check_numbers, named_operands
 from tilewise.kernels.bias import Alibi, DenseBias
@@ -137,7 +142,9 @@ def _agree(  # noqa: PLR0913 - all that is compared
         return None
     mode, kind, values = _mode(q, call), None, {}
     if problem is not None and mode != "never":
-        kind, values = _kind(problem, q, call, backward), agreement_values(problem)
+        kind = _kind(problem, q, call, backward)
+        if problem.scores.dropout_p:
+            values["dropout_seed"] = str(problem.scores.dropout_seed)
         if backward and problem.number is not None:
             # Calls may be alike in all but the order of their passes. Compiled code does not know
             # which forward pass it follows.
@@ -161,49 +168,30 @@ def _explain(error: Exception, call: Call) -> None:
 
 def _kind(problem: ResolvedCall, q: Tensor, call: Call, backward: bool) -> CallKind:
     """Return the kind of call that ranks compare before a pass."""
-
-    def make() -> CallKind:
+    kinds = {} if problem.kept is None else problem.kept.kinds
+    kind = kinds.get(backward)
+    if kind is None:
         fields = agreement_fields(problem, q, call)
-        return CallKind({**fields, PASS: "backward"} if backward else fields)
+        kind = kinds[backward] = CallKind({**fields, PASS: "backward"} if backward else fields)
+    return kind
 
-    return make() if problem.kept is None else problem.kept.kinds.get(backward, make)
 
-
-def attend(  # noqa: PLR0913 - all that is compared
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
     call: Call,
-    seed: int | None = None,
     sink: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Results:
-    """out, lse, and the largest score of every head if it is asked for.
+    """out, lse, and the largest score of every head if it is asked for, in eager code.
 
     Args:
         k, v: where the call has a latent, latents [(batch,) tokens, width] and None.
-        seed: of dropout in compiled code, where it is no constant.
-        sink: only to be compared among ranks; compiled code does not compare it.
+        sink: only to be compared among ranks, and for canonical calls.
         bias: a dense one; ALiBi stands in the call.
     """
-    latent = call.wire is not None and latent_of(call.wire) is not None
-    if torch.compiler.is_compiling():
-        if call.reduction != "fast":
-            raise ValueError(
-                f"reduction ({call.reduction!r}) must be 'fast' in compiled code; wrap the "
-                "function that calls attention in torch.compiler.disable"
-            )
-        if latent:  # its expand is no constant, and uses what it likes
-            raise ValueError(
-                "attention with latents runs outside compiled code; wrap the function that calls "
-                "it in torch.compiler.disable"
-            )
-        if bias is not None:
-            raise ValueError(
-                "bias (a tensor) is not supported in compiled code; take tw.alibi, or wrap the "
-                "function that calls attention in torch.compiler.disable"
-            )
-        return _through_dispatcher(q, k, v, call, seed)
+    latent = _has_latent(call)
     if latent and isinstance(k, Tensor) and k.ndim:
         k = k.unsqueeze(-2)
     resolved, transport = agreed_call(q, k, v, call, sink, bias)
@@ -215,9 +203,39 @@ def attend(  # noqa: PLR0913 - all that is compared
     if sink is not None and resolved.canonical:
         logit = one_sink(sink, accumulator_dtype(q.dtype))
         logit = logit.squeeze(-2) if logit.ndim == 3 else logit
-    given = call, resolved, transport, 1 + len(kv), bias, logit, q, *kv, *leaves
-    out, lse, *kept = _Attention.apply(*given)  # pyright: ignore[reportGeneralTypeIssues]
+    asked = _Asked(call, resolved, transport, 1 + len(kv))
+    out, lse, *kept = _Attention.apply(asked, bias, logit, q, *kv, *leaves)  # pyright: ignore[reportGeneralTypeIssues]
     return out, lse, kept
+
+
+def attend_compiled(
+    q: Tensor, k: Tensor, v: Tensor | None, call: Call, seed: int | None, bias: Tensor | None
+) -> Results:
+    """Return what attend does, in code that torch.compile compiles; ranks do not compare sinks.
+
+    Args:
+        seed: of dropout, which is no constant, and not in the call.
+    """
+    if call.reduction != "fast":
+        raise ValueError(
+            f"reduction ({call.reduction!r}) must be 'fast' in compiled code; wrap the "
+            "function that calls attention in torch.compiler.disable"
+        )
+    if _has_latent(call):  # its expand is no constant, and uses what it likes
+        raise ValueError(
+            "attention with latents runs outside compiled code; wrap the function that calls "
+            "it in torch.compiler.disable"
+        )
+    if bias is not None:
+        raise ValueError(
+            "bias (a tensor) is not supported in compiled code; take tw.alibi, or wrap the "
+            "function that calls attention in torch.compiler.disable"
+        )
+    return _through_dispatcher(q, k, v, call, seed)
+
+
+def _has_latent(call: Call) -> bool:
+    return call.wire is not None and latent_of(call.wire) is not None
 
 
 def _through_dispatcher(
@@ -229,34 +247,37 @@ def _through_dispatcher(
 
 
 def _watched(*tensors: Tensor | None) -> bool:
-    """Return whether operators are followed: by a compiler, a mode (selective checkpointing, a
-    counter of FLOPs), or a tensor's own class.
+    """Return whether operators are followed outside of a compiler: by a mode (selective
+    checkpointing, a counter of FLOPs), or a tensor's own class.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch._C._len_torch_dispatch_stack():
         return True
     return not PLAIN.issuperset(map(type, tensors))
+
+
+class _Asked(NamedTuple):
+    """A call beside its tensors."""
+
+    call: Call
+    resolved: ResolvedCall
+    transport: Transport
+    num_operands: int
 
 
 class _Attention(torch.autograd.Function):
     """The autograd of a resolved call, past torch's dispatcher."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913 - each tensor stands by itself
-        ctx: Any,
-        call: Call,
-        resolved: ResolvedCall,
-        transport: Transport,
-        num_operands: int,
-        bias: Tensor | None,
-        sink: Tensor | None,
-        *tensors: Tensor,
+    def forward(
+        ctx: Any, asked: _Asked, bias: Tensor | None, sink: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         """Args: bias: a dense one. sink: one a head, of a canonical call. tensors: q, k and v (or
         latents), then what expand uses and learns."""
+        call, resolved, transport, num_operands = asked
         operands, leaves = tensors[:num_operands], tensors[num_operands:]
         keep = call.needs_grad or bool(leaves)
         # An expand may ask torch for gradients of what it makes.
-        below = nullcontext() if resolved.expansion else torch._C._AutoDispatchBelowAutograd()
+        below = NO_CONTEXT if resolved.expansion else torch._C._AutoDispatchBelowAutograd()
         given = None if bias is None else DenseBias(bias)
         more = {"keep": keep, "bias": given, "sink": sink}
         try:
@@ -267,33 +288,33 @@ class _Attention(torch.autograd.Function):
             raise
         largest = kept[: resolved.scores.max_logit]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*largest)
+        if largest:
+            ctx.mark_non_differentiable(*largest)
         ctx.save_for_backward(bias, sink, *operands, out, lse, *leaves, *kept)
-        ctx.call = call, resolved, transport
-        ctx.counts = num_operands, len(leaves)
+        ctx.asked, ctx.num_leaves = asked, len(leaves)
         return out, lse, *largest
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
-        call, resolved, transport = ctx.call
-        num_operands, num_leaves = ctx.counts
+        call, resolved, transport, num_operands = ctx.asked
         bias, sink, *tensors = ctx.saved_tensors  # read once: checkpointing allows no more
-        dense = None if bias is None else _with_room(bias, ctx.needs_input_grad[4])
+        dense = None if bias is None else _with_room(bias, ctx.needs_input_grad[1])
         saved, rest = tensors[: num_operands + 2], tensors[num_operands + 2 :]
-        leaves, kept = rest[:num_leaves], rest[num_leaves:]
+        leaves, kept = rest[: ctx.num_leaves], rest[ctx.num_leaves :]
         expansion, grads = resolved.expansion, (dout, dlse)
         if expansion is not None:
             expansion.begin_backward()
-        with torch.no_grad():
-            if expansion is None and dense is None and _watched(*grads, *saved):
+        followed = torch.compiler.is_compiling() or _watched(*grads, *saved)
+        with torch.no_grad() if torch.is_grad_enabled() else NO_CONTEXT:
+            if expansion is None and dense is None and followed:
                 resolved_call = call.with_resolved(resolved, transport)
                 found = torch.ops.tilewise.attention_backward(*grads, *saved, kept, resolved_call)
             else:
                 found = _agreed_backward(resolved, transport, call, saved, kept, grads, dense)
             dsink = None
-            if sink is not None and ctx.needs_input_grad[5]:
+            if sink is not None and ctx.needs_input_grad[2]:
                 dsink = sink_gradient(resolved, transport, saved[-2:], grads, sink)
         if expansion is not None:
             found = *found, *expansion.gradients()
@@ -308,7 +329,7 @@ class _Attention(torch.autograd.Function):
             *found, dsink = found
         if dbias is not None:
             *found, dbias = found
-        return None, None, None, None, dbias, dsink, *found
+        return None, dbias, dsink, *found
 
 
 def _with_room(bias: Tensor, learns: bool) -> DenseBias:
@@ -443,8 +464,9 @@ def _agree_backward(
     *kv: Tensor,
 ) -> None:
     """Check what backward sends, and let ranks agree that they run it."""
-    wire, error = problem.passes[1].payload.wires.backward, None
-    exact = isinstance(wire, Plain) and wire.dtype == problem.passes[1].payload.dtype
+    payload, error = problem.bare_passes[1].payload, None
+    wire = payload.wires.backward
+    exact = isinstance(wire, Plain) and wire.dtype == payload.dtype
     if transport.world_size > 1 and not exact:
         try:
             check_numbers(wire, **named_operands(q, *kv), dout=dout)

@@ -30,7 +30,7 @@ class Workspace:
             code: what the tensors are bound for; they are kept as long as it lives.
         """
         buffer = self._buffer
-        if buffer is not None:
+        if buffer is not None and self._left is not None:
             follow(self._left, buffer)
         if buffer is None or buffer.numel() < num_bytes:
             buffer = self._grown(num_bytes, device)

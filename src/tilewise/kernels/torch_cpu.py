@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise.kernels.call_masks import additive_mask
 from tilewise.kernels.delta import first_column_serves, out_for_delta
-from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, Scores, heads_first
+from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, Scores
 from tilewise.tiles.calls import KernelCall, Kind, is_square_causal
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -31,10 +31,10 @@ class CpuFlash(AsideKernel):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
     ) -> Accumulators:
-        q, k, v = map(_widened, (q, k, v))
+        q, k, v = _widened(q, k, v)
         mask, unseen = _mask_of(call, q.dtype)
         out, lse = _forward(
-            *map(heads_first, (q, k, v)),
+            *[x.permute(1, 2, 0, 3) for x in (q, k, v)],
             0.0,
             is_square_causal(call),
             attn_mask=mask,
@@ -49,7 +49,7 @@ class CpuFlash(AsideKernel):
         self, operands: Operands, call: KernelCall, scores: Scores
     ) -> Iterable[Tensor]:
         q, k, v, dout, lse, delta = operands
-        q, k, v, dout = map(_widened, (q, k, v, dout))
+        q, k, v, dout = _widened(q, k, v, dout)
         mask, unseen = _mask_of(call, q.dtype)
         if unseen is not None:
             # exp(-inf - -inf) is nan; with any finite lse the weights of such a row are 0
@@ -57,14 +57,14 @@ class CpuFlash(AsideKernel):
             lse, delta = lse.masked_fill(nowhere, 0.0), delta.masked_fill(nowhere, 0.0)
         dout, out = _out_for_delta(dout, delta)
         grads = _backward(
-            *map(heads_first, (dout, q, k, v, out)),
+            *[x.permute(1, 2, 0, 3) for x in (dout, q, k, v, out)],
             lse.permute(1, 2, 0),
             0.0,
             is_square_causal(call),
             attn_mask=mask,
             scale=scores.scale,
         )
-        return (g.permute(2, 0, 1, 3) for g in grads)
+        return [x.permute(2, 0, 1, 3) for x in grads]
 
 
 def _mask_of(call: KernelCall, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -74,9 +74,9 @@ def _mask_of(call: KernelCall, dtype: torch.dtype) -> tuple[Tensor | None, Tenso
     return additive_mask(call, dtype) if call.kind is Kind.SLICES else (None, None)
 
 
-def _widened(x: Tensor) -> Tensor:
+def _widened(*tensors: Tensor) -> Iterable[Tensor]:
     """Half precision as fp32: aten would round every call's results to the input dtype."""
-    return x.float() if x.dtype.itemsize == 2 else x
+    return [x.float() for x in tensors] if tensors[0].dtype.itemsize == 2 else tensors
 
 
 def _out_for_delta(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Kernel calls as values: which rows of a tile meet which keys, and under what shape of mask."""
 
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 from tilewise.plan.row_ranges import Ranges
@@ -60,11 +61,11 @@ class KernelCall(_Fields):
         references."""
         return vars(self).setdefault("_life", Life())
 
-    @property
+    @cached_property
     def num_q(self) -> int:
         return sum([stop - start for start, stop in self.q])
 
-    @property
+    @cached_property
     def num_k(self) -> int:
         return sum([stop - start for start, stop in self.k])
 

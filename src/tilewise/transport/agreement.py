@@ -108,6 +108,7 @@ class Agreement:
     same ones: at a new kind, and COMPARED_EVERY calls after the last comparison.
 
     Attributes:
+        mark: of the current call, where a message has no tag: the digest.
         tag: of messages of the current call: some bits of the digest.
     """
 
@@ -177,11 +178,6 @@ class Agreement:
         self._set(self._now._replace(comparing=False))
         return max(int(one.text) for one in found if one)
 
-    @property
-    def mark(self) -> bytes:
-        """Mark of the current call, where a message has no tag."""
-        return self._now.digest
-
     def state(self) -> CallState:
         """The current call; another thread may ask."""
         number, digest, comparing, kind, values, error = self._now
@@ -226,7 +222,7 @@ class Agreement:
         self._set(_Current(before.number + 1, _digest(content), comparing, kind, values, error))
 
     def _set(self, current: _Current) -> None:
-        self._now = current
+        self._now, self.mark = current, current.digest
         self._recent[current.number] = current.digest
         self._recent.pop(current.number - _DIGESTS_KEPT, None)
         self.tag = int.from_bytes(current.digest[:4]) >> (32 - TAG_BITS)

@@ -10,7 +10,6 @@ from itertools import accumulate
 from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.plan.kept import RecentValues
@@ -35,13 +34,18 @@ class _Buffers:
     Args:
         sizes: bytes of the pieces for each rank of the team, and of those from each.
         place: of this rank in the team.
+
+    Attributes:
+        bytes_sent, messages_sent: to other ranks.
     """
 
     def __init__(self, sizes: Sizes, place: int) -> None:
         sent, received = sizes
+        self.bytes_sent = sum(sent) - sent[place]
+        self.messages_sent = len(sent) - sent.count(0) - (sent[place] > 0)
         self.leaving_sizes = [_MARK_BYTES + size for size in sent]
         self.room = [_MARK_BYTES + max(x, 2 * MARKED_BYTES_ON_A_HOST) for x in received]
-        self.leaving_sizes[place] = self.room[place] = _MARK_BYTES
+        self.leaving_sizes[place] = self.room[place] = 0  # the own piece is copied at once
         with torch.inference_mode(False):  # else later calls outside of it could not write
             self.leaving = torch.empty(sum(self.leaving_sizes), dtype=torch.uint8)
             self.arrived = torch.empty(sum(self.room), dtype=torch.uint8)
@@ -49,48 +53,42 @@ class _Buffers:
         self._arrived = _pieces(self.arrived, self.room, received, place)
         starts = sum(sent[:place]), sum(received[:place])
         self._own = [slice(start, start + sent[place]) for start in starts]
-        self._target: memoryview | None = None
 
     def write(self, messages: TeamMessages, mark: bytes) -> None:
         """Put the mark before each piece of what leaves; the own piece is copied at once."""
-        source, target = _content(messages.leaving), _content(messages.arriving)
-        for mark_place, piece, rows in self._leaving:
+        source, target = messages.contents
+        for _, mark_place, piece, rows in self._leaving:
             mark_place[:] = mark
             piece[:] = source[rows]
         own, place = self._own
         target[place] = source[own]
-        self._target = target
 
-    def read(self, mark: bytes) -> int | None:
+    def read(self, messages: TeamMessages, mark: bytes) -> int | None:
         """Copy all pieces; returns the first rank of the team that sent another mark, if any."""
-        target, self._target = self._target, None
-        assert target is not None
-        for place, (mark_place, piece, rows) in enumerate(self._arrived):
+        _, target = messages.contents
+        for place, mark_place, piece, rows in self._arrived:
             if mark_place != mark:
                 return place
             target[rows] = piece
         return None
 
 
-def _content(whole: Tensor) -> memoryview:
-    """The bytes of a tensor: slices of it cost less than a tensor's."""
-    return whole.numpy().reshape(-1).data
-
-
 def _pieces(
     whole: Tensor, rooms: Sequence[int], sizes: Sequence[int], place: int
-) -> list[tuple[memoryview, memoryview, slice]]:
-    """Return for each rank its mark, its piece, and where the piece stands if all are joined.
+) -> list[tuple[int, memoryview, memoryview, slice]]:
+    """Return for each other rank of the team its place there, its mark, its piece, and where the
+    piece stands if all are joined.
 
     Args:
-        place: of this rank in the team, of which only the mark travels.
+        place: of this rank.
     """
-    content, pieces = _content(whole), []
+    content, pieces = whole.numpy().data, []
     starts, ends = accumulate(rooms, initial=0), accumulate(sizes)
     for peer, (start, size, end) in enumerate(zip(starts, sizes, ends, strict=False)):
-        first = start + _MARK_BYTES
-        size = 0 if peer == place else size
-        pieces.append((content[start:first], content[first : first + size], slice(end - size, end)))
+        if peer != place:
+            first = start + _MARK_BYTES
+            rows = slice(end - size, end)
+            pieces.append((peer, content[start:first], content[first : first + size], rows))
     return pieces
 
 
@@ -105,31 +103,31 @@ class MarkedExchange:
         mark: of the call that this rank is in.
         link: the group, of which the team is a part.
         buffers: of the group.
+
+    Attributes:
+        buffers: its own.
     """
 
     def __init__(
         self, messages: TeamMessages, mark: bytes, link: WatchedGroup, buffers: MarkedBuffers
     ) -> None:
-        group, place = link.group, link.group.rank() - messages.team.start
-        sizes = messages.sizes
+        group, sizes, team = link.group, messages.sizes, messages.team
+        place = group.rank() - team.start
         self._free = buffers.get((sizes, place), list)
-        own = self._free.pop() if self._free else _Buffers(sizes, place)
+        self.buffers = own = self._free.pop() if self._free else _Buffers(sizes, place)
         own.write(messages, mark)
-        self._buffers, self._messages, self._mark, self._link = own, messages, mark, link
-        self._work: dist.Work | None = gloo_group(group, messages.team).alltoall_base(
+        self._messages, self._mark, self._link, self.waited = messages, mark, link, False
+        self._work = gloo_group(group, team).alltoall_base(
             own.arrived, own.leaving, own.room, own.leaving_sizes
         )
 
-    @property
-    def waited(self) -> bool:
-        return self._work is None
-
     def wait(self) -> None:
-        work, self._work = self._work, None
-        if work is None:
+        if self.waited:
             return
-        wait_for(work, self._messages, "exchanging with", self._link)
-        stranger = self._buffers.read(self._mark)
+        self.waited = True
+        wait_for(self._work, self._messages, "exchanging with", self._link)
+        del self._work
+        stranger = self.buffers.read(self._messages, self._mark)
         if stranger is not None:
             raise self._link.watch.in_another_call(self._messages.team[stranger])
-        self._free.append(self._buffers)
+        self._free.append(self.buffers)

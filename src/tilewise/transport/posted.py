@@ -36,19 +36,16 @@ class Posted:
         joined: Tensor | None = None,
         splits: bool = False,
     ) -> None:
-        self._work: dist.Work | None = work
+        self._work, self.waited = work, False
         self._messages, self._verb, self._link = messages, verb, link
         self._joined, self._splits = joined, splits
 
-    @property
-    def waited(self) -> bool:
-        return self._work is None
-
     def wait(self) -> None:
-        work, self._work = self._work, None
-        if work is None:
+        if self.waited:
             return
-        wait_for(work, self._messages, self._verb, self._link)
+        self.waited = True
+        wait_for(self._work, self._messages, self._verb, self._link)
+        del self._work
         if self._splits and self._joined is not None:
             pieces = self._joined.split([message.tensor.nbytes for message in self._messages])
             for message, piece in zip(self._messages, pieces, strict=True):

@@ -134,6 +134,7 @@ class DistTransport:
             self.node_size = agreed_node_size(group, self._lanes[0], node_size)
             if self.node_size:
                 self._lanes.append(lane_group(group, 1))
+        self._link = WatchedGroup(self._lanes[0], self._watch)
         self._receiving: deque[Posted | PairwiseExchange | MarkedExchange] = deque()
         self._pairwise: PairwiseExchange | None = None  # the last one
         self._sending: defaultdict[int, deque[Sequence[Posted]]] = defaultdict(deque)
@@ -147,7 +148,8 @@ class DistTransport:
         recvs = recvs and travelling(recvs, self.rank, self.world_size)
         if not sends and not recvs:
             return AllPosted(())
-        self._release()
+        if self._pairwise:
+            self._release(self._pairwise)
         backend = self._backend({message.tensor.device.type for message in (*sends, *recvs)})
         for message in sends:
             self.bytes_sent += message.tensor.nbytes
@@ -168,24 +170,21 @@ class DistTransport:
         return receives[0] if len(receives) == 1 else AllPosted(receives)
 
     def exchange_all(self, messages: TeamMessages) -> Handle:
-        leaving, _, sizes, team, _, most_bytes = messages
-        self._release()
-        self._backend({leaving.device.type})
-        own = sizes[0][self.rank - team.start]
-        self.bytes_sent += sum(sizes[0]) - own
-        self.messages_sent += len(team) - sizes[0].count(0) - (own > 0)
-        num_bytes = most_bytes * (len(team) - 1)
+        device, team = messages.leaving.device.type, messages.team
+        if self._pairwise:
+            self._release(self._pairwise)
+        if device not in self._carried:
+            self._backend({device})
+        num_bytes = messages.most_bytes * (len(team) - 1)
         if num_bytes > MARKED_BYTES and (
             num_bytes > MARKED_BYTES_ON_A_HOST or not self._on_one_host(team)
         ):
             return self._in_rounds(messages)
-        exchange = self._marked(messages)
+        exchange = MarkedExchange(messages, self.agreement.mark, self._link, self._facts.buffers)
+        self.bytes_sent += exchange.buffers.bytes_sent
+        self.messages_sent += exchange.buffers.messages_sent
         self._receiving.append(exchange)
         return exchange
-
-    def _marked(self, messages: TeamMessages) -> MarkedExchange:
-        link = WatchedGroup(self._lanes[0], self._watch)
-        return MarkedExchange(messages, self.agreement.mark, link, self._facts.buffers)
 
     def _on_one_host(self, team: range) -> bool:
         """Return whether the ranks of a team share a host; the first time they tell each other."""
@@ -195,9 +194,9 @@ class DistTransport:
             sizes = (len(own),) * len(team)
             hosts = own.repeat(len(team))
             arriving = torch.empty_like(hosts)
-            self._marked(
-                TeamMessages(hosts, arriving, (sizes, sizes), team, "hosts", len(own))
-            ).wait()
+            messages = TeamMessages(hosts, arriving, (sizes, sizes), team, "hosts", len(own))
+            mark, buffers = self.agreement.mark, self._facts.buffers
+            MarkedExchange(messages, mark, self._link, buffers).wait()
             shared = self._facts.on_one_host[team] = torch.equal(arriving, hosts)
         return shared
 
@@ -219,9 +218,12 @@ class DistTransport:
         return found
 
     def finish(self) -> None:
-        self._release()
-        while self._receiving:
-            self._receiving.popleft().wait()
+        if self._pairwise:
+            self._release(self._pairwise)
+        for exchange in self._receiving:
+            if not exchange.waited:
+                exchange.wait()
+        self._receiving.clear()
         for lane in tuple(self._sending):
             self._reap(lane, 0)
 
@@ -257,14 +259,15 @@ class DistTransport:
         if mine and kept:
             kept.tensor.copy_(mine.tensor)
         rounds = [(sent[(place + i) % n], received[(place - i) % n]) for i in range(1, n)]
+        self.bytes_sent += sum(x.tensor.nbytes for x, _ in rounds if x)
+        self.messages_sent += sum(x is not None for x, _ in rounds)
         self._pairwise = PairwiseExchange(rounds, self._post_one)
         self._receiving.append(self._pairwise)
         return self._pairwise
 
-    def _release(self) -> None:
-        if self._pairwise:
-            self._pairwise.release()
-            self._pairwise = None
+    def _release(self, pairwise: PairwiseExchange) -> None:
+        pairwise.release()
+        self._pairwise = None
 
     def _post_one(self, message: Message, is_send: bool) -> Posted:
         posted = self._post_each((message,), is_send, _PAIRWISE_LANE)
@@ -276,7 +279,7 @@ class DistTransport:
         """Start sends or receives; gloo refuses one if its other end is known to be lost."""
         group, tag = self._lanes[0], _OWN_TAGS + (self.agreement.tag << _LANE_BITS) + lane
         start, verb = (group.send, "sending to") if is_send else (group.recv, "receiving from")
-        posted, link = [], WatchedGroup(group, self._watch)
+        posted: list[Posted] = []
         for mine in _shared(messages):
             whole, several = mine[0].tensor, len(mine) > 1
             if several and is_send:
@@ -287,7 +290,7 @@ class DistTransport:
                 work = start([whole], mine[0].peer, tag)
             except RuntimeError as error:
                 raise self._watch.failure(group, mine, verb, error) from error
-            posted.append(Posted(work, mine, verb, link, whole, several and not is_send))
+            posted.append(Posted(work, mine, verb, self._link, whole, several and not is_send))
         return posted
 
     def _post_batches(

@@ -1,6 +1,7 @@
 """The protocol of transports: ranks hand them flat bytes, one peer, one label."""
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
@@ -86,7 +87,16 @@ class Transport(Protocol):
 TeamSizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class TeamMessages(NamedTuple):
+class _TeamFields(NamedTuple):
+    leaving: Tensor
+    arriving: Tensor
+    sizes: TeamSizes
+    team: range
+    label: object
+    most_bytes: int
+
+
+class TeamMessages(_TeamFields):
     """Bytes that one rank of a team sends to and receives from all of it.
 
     Args:
@@ -98,12 +108,10 @@ class TeamMessages(NamedTuple):
             ranks: they choose a way by it.
     """
 
-    leaving: Tensor
-    arriving: Tensor
-    sizes: TeamSizes
-    team: range
-    label: object
-    most_bytes: int
+    @cached_property
+    def contents(self) -> tuple[memoryview, memoryview]:
+        """What leaves and arrives, on the CPU: slices of these cost less than those of tensors."""
+        return self.leaving.numpy().reshape(-1).data, self.arriving.numpy().reshape(-1).data
 
     def with_others(self, rank: int) -> list[Message]:
         """A message for each other rank that this one sends to or receives from."""

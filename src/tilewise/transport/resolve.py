@@ -63,10 +63,10 @@ def transport_for(group: Group = None) -> Transport:
     if isinstance(group, DistTransport):
         return group
     if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
+        group = dist.group.WORLD
+        if group is None:
             _refuse_lone_process_of_several()
             return LocalTransport()
-        group = dist.group.WORLD
     if isinstance(group, dist.ProcessGroup):
         return DistTransport(group)
     if isinstance(group, Transport):
