@@ -1,9 +1,18 @@
 """An out made from delta, for kernels that derive delta from out themselves."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
 from tilewise.kernels.protocol import accumulator_dtype
+
+_SHIFTS = {torch.float64: 200, torch.float32: 80, torch.bfloat16: 80, torch.float16: 15}
+LEAST_DIVISORS: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType(
+    {dtype: (2.0**-shift, torch.finfo(dtype).tiny) for dtype, shift in _SHIFTS.items()}
+)
+"""By dtype: `out_for_delta` changes a dout that is below this share of |delta|, or this number."""
 
 
 def out_for_delta(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,43 +38,27 @@ def out_for_delta(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(2)
     )
     num_columns = min(3 if dout.dtype.itemsize == 2 else 1, dout.shape[-1])
-    shift = _shift(dout.dtype)
     if dout.is_cuda:
         from tilewise.kernels.triton.delta import put_out_for_delta
 
-        put_out_for_delta(dout, delta, changed, out, num_columns, shift)
+        put_out_for_delta(dout, delta, changed, out, num_columns)
     else:
-        _put_out_for_delta(dout, delta, changed, out, num_columns, shift)
+        _put_out_for_delta(dout, delta, changed, out, num_columns)
     return changed, out
 
 
-def first_column_serves(dout: Tensor, delta: Tensor) -> bool:
-    """Return whether `out_for_delta` changes no dout, and puts delta / dout_0 in one column."""
-    if dout.dtype != delta.dtype:
-        return False
-    return not bool((dout[..., 0].abs() < _least(delta, dout.dtype, _shift(dout.dtype))).any())
-
-
-def _shift(dtype: torch.dtype) -> int:
-    return {torch.float64: 200, torch.float16: 15}.get(dtype, 80)
-
-
-def _least(rest: Tensor, dtype: torch.dtype, shift: int) -> Tensor:
-    """The least divisors of what is left of delta."""
-    return rest.abs().mul_(2.0**-shift).clamp_min_(torch.finfo(dtype).tiny)
-
-
 def _put_out_for_delta(
-    dout: Tensor, delta: Tensor, changed: Tensor, out: Tensor, columns: int, shift: int
+    dout: Tensor, delta: Tensor, changed: Tensor, out: Tensor, columns: int
 ) -> None:
     """Write dout' and out; what triton/delta.py does in one kernel."""
     changed.copy_(dout)
     out.zero_()
+    share, tiny = LEAST_DIVISORS[dout.dtype]
     rest = divisor = delta.to(accumulator_dtype(dout.dtype))
     for c in range(columns):
         if c:
             rest = rest - out[..., c - 1].to(rest.dtype) * divisor
-        least = _least(rest, dout.dtype, shift)
+        least = rest.abs().mul_(share).clamp_min_(tiny)
         divisor = dout[..., c].to(rest.dtype)
         divisor = torch.where(divisor.abs() < least, least, divisor)
         changed[..., c].copy_(torch.where(rest == 0, dout[..., c], divisor))

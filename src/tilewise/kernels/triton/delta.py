@@ -12,20 +12,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.delta import LEAST_DIVISORS
 from tilewise.kernels.triton.views import in_steps, view_of
 
 _BLOCK = 32
 
 
 def put_out_for_delta(
-    dout: Tensor, delta: Tensor, changed: Tensor, out: Tensor, columns: int, shift: int
+    dout: Tensor, delta: Tensor, changed: Tensor, out: Tensor, columns: int
 ) -> None:
     """Write dout' and out of [rows, batch, heads, head_dim]; see `out_for_delta`.
 
     Args:
         changed, out: of the same strides.
         columns: of out that are not 0.
-        shift: least |dout'| in them is 2**-shift |delta|.
     """
     num = math.prod(delta.shape)
     if not num:
@@ -36,7 +36,7 @@ def put_out_for_delta(
             *(dout, delta, changed, out),
             *(*read[1:], dout.stride(3), *delta.stride(), *written[1:], out.stride(3)),
             *(num, *delta.shape[1:]),
-            *(2.0**-shift, torch.finfo(dout.dtype).tiny),
+            *LEAST_DIVISORS[dout.dtype],
             STEP=step,
             COLUMNS=columns,
             HEAD_DIM=dout.shape[3],
