@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.arguments import ITEM_BYTES
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Role, Side
 from tilewise.plan.payload import STATISTICS, HeadGroups, Payload
@@ -64,7 +63,7 @@ def head_exchange(
     """
     formats = {side: payload.row_format(side, role) for side in Side if payload.fields(side, role)}
     rows_of_sides = {layouts[side].sizes for side in formats}
-    unit = max((ITEM_BYTES(x.dtype) for row in formats.values() for x in row.fields), default=1)
+    unit = max((x.item_bytes for row in formats.values() for x in row.fields), default=1)
     aligned = all(row.in_place and row.num_bytes % unit == 0 for row in formats.values())
     if not aligned or len(rows_of_sides) != 1:
         return None
@@ -74,7 +73,7 @@ def head_exchange(
     row_bytes, n = sum(row.num_bytes for row in formats.values()), len(layouts[0].sizes)
     for side, row in formats.items():
         for field, start in zip(row.fields, row.starts, strict=True):
-            size, statistic = ITEM_BYTES(field.dtype), field.name in STATISTICS
+            size, statistic = field.item_bytes, field.name in STATISTICS
             heads = (payload.heads(side),) if statistic else (payload.heads(side), field.width)
             step, inner = row_bytes // size, (1,) if statistic else (field.width, 1)
             whole = (sum(rows), batch, *heads), (batch * step, step, *inner)

@@ -86,7 +86,7 @@ class PassCosts:
         return {
             (side, role): PASSES_OF_ENCODING
             * self.payload.heads(side)
-            * sum(f.width * ITEM_BYTES(f.dtype) for f in self.payload.fields(side, role) if f.wire)
+            * sum(f.width * f.item_bytes for f in self.payload.fields(side, role) if f.wire)
             for side in Side
             for role in Role
         }
