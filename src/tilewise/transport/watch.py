@@ -7,12 +7,13 @@ waited for until the group's timeout.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from time import monotonic, sleep
 from weakref import WeakKeyDictionary, ref
 
@@ -127,7 +128,9 @@ class _Watches:
         self._lock = Lock()
         self._by_group: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
         self._thread: Thread | None = None
+        self._ending = Event()
         os.register_at_fork(after_in_child=self.__init__)  # threads do not pass a fork
+        atexit.register(self.end)
 
     def of(self, group: dist.ProcessGroup, agreement: Agreement) -> Watch:
         found = self._by_group.get(group)
@@ -139,9 +142,14 @@ class _Watches:
                 self._thread.start()
             return self._by_group.setdefault(group, Watch(group, agreement))
 
+    def end(self) -> None:
+        """End the thread before the interpreter does, which may abort in a call of torch's."""
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join(PATIENCE_SECONDS)
+
     def _run(self) -> None:
-        while True:
-            sleep(PATIENCE_SECONDS / _LOOKS)
+        while not self._ending.wait(PATIENCE_SECONDS / _LOOKS):
             with self._lock:
                 watches = [*self._by_group.values()]
             for watch in watches:
