@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 SAME = """
 import torch
-from tilewise.kernels.delta import _put_out_for_delta
+from tilewise.kernels.delta import LEAST_DIVISORS, _put_out_for_delta
 from tilewise.kernels.triton.delta import put_out_for_delta
 for dtype, columns in ((torch.float32, 1), (torch.float16, 3)):
     torch.manual_seed(0)
@@ -23,7 +23,7 @@ for dtype, columns in ((torch.float32, 1), (torch.float16, 3)):
         for _ in range(2)
     )
     _put_out_for_delta(dout, delta, *want, columns)
-    put_out_for_delta(dout, delta, *got, columns)
+    put_out_for_delta(dout, delta, *got, columns, LEAST_DIVISORS[dtype])
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=0.0)
 print("same")

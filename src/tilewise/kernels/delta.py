@@ -8,9 +8,16 @@ from torch import Tensor
 
 from tilewise.kernels.protocol import accumulator_dtype
 
-_SHIFTS = {torch.float64: 200, torch.float32: 80, torch.bfloat16: 80, torch.float16: 15}
 LEAST_DIVISORS: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType(
-    {dtype: (2.0**-shift, torch.finfo(dtype).tiny) for dtype, shift in _SHIFTS.items()}
+    {
+        dtype: (2.0**-shift, torch.finfo(dtype).tiny)
+        for dtype, shift in (
+            (torch.float64, 200),
+            (torch.float32, 80),
+            (torch.bfloat16, 80),
+            (torch.float16, 15),
+        )
+    }
 )
 """By dtype: `out_for_delta` changes a dout that is below this share of |delta|, or this number."""
 
@@ -41,7 +48,8 @@ def out_for_delta(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     if dout.is_cuda:
         from tilewise.kernels.triton.delta import put_out_for_delta
 
-        put_out_for_delta(dout, delta, changed, out, num_columns)
+        least = LEAST_DIVISORS[dout.dtype]
+        put_out_for_delta(dout, delta, changed, out, num_columns, least)
     else:
         _put_out_for_delta(dout, delta, changed, out, num_columns)
     return changed, out

@@ -12,20 +12,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.delta import LEAST_DIVISORS
 from tilewise.kernels.triton.views import in_steps, view_of
 
 _BLOCK = 32
 
 
 def put_out_for_delta(
-    dout: Tensor, delta: Tensor, changed: Tensor, out: Tensor, columns: int
+    dout: Tensor,
+    delta: Tensor,
+    changed: Tensor,
+    out: Tensor,
+    columns: int,
+    least: tuple[float, float],
 ) -> None:
     """Write dout' and out of [rows, batch, heads, head_dim]; see `out_for_delta`.
 
     Args:
         changed, out: of the same strides.
         columns: of out that are not 0.
+        least: below this share of |delta|, or this number, dout is changed.
     """
     num = math.prod(delta.shape)
     if not num:
@@ -36,7 +41,7 @@ def put_out_for_delta(
             *(dout, delta, changed, out),
             *(*read[1:], dout.stride(3), *delta.stride(), *written[1:], out.stride(3)),
             *(num, *delta.shape[1:]),
-            *LEAST_DIVISORS[dout.dtype],
+            *least,
             STEP=step,
             COLUMNS=columns,
             HEAD_DIM=dout.shape[3],
