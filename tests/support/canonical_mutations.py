@@ -604,20 +604,22 @@ def other_rows_in_a_message(code: Code, random: Random) -> Code | None:
     return None
 
 
-@edits(Encode)
-def sums_that_travel_in_another_format(code: Code, op: Encode, random: Random) -> Op | None:
+def in_another_format(op: Encode | Decode) -> Op | None:
+    """The encoding or decoding of sums, in another format than theirs."""
     wire = op.field.wire
     if not isinstance(wire, SumColumns):
         return None
     return op._replace(field=op.field._replace(wire=other_form(wire)))
+
+
+@edits(Encode)
+def sums_that_travel_in_another_format(code: Code, op: Encode, random: Random) -> Op | None:
+    return in_another_format(op)
 
 
 @edits(Decode)
 def sums_that_arrive_in_another_format(code: Code, op: Decode, random: Random) -> Op | None:
-    wire = op.field.wire
-    if not isinstance(wire, SumColumns):
-        return None
-    return op._replace(field=op.field._replace(wire=other_form(wire)))
+    return in_another_format(op)
 
 
 @edits(Encode)

@@ -187,7 +187,7 @@ def sink_moves(world_size: int) -> RowMoves:
 
 
 def _scores(problem: ResolvedCall, bias: DenseBias | None) -> Scores:
-    """What one pass does to scores: bound codes outlive it, and hold no tensor of a call."""
+    """The scores of one pass: bound codes outlive it, and hold no tensor of a call."""
     return problem.scores if bias is None else problem.scores._replace(bias=bias)
 
 

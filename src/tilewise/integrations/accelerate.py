@@ -83,7 +83,7 @@ class ParallelismConfig(_ParallelismConfig):
 
     @property
     def splits_forward(self) -> bool:
-        """Whether models that an Accelerator prepares are split."""
+        """True if models that an Accelerator prepares are split."""
         return self.row_ranks > 1
 
     @property

@@ -1,4 +1,4 @@
-"""Whether a model of transformers can be split, and how its attention is made to run over a cp."""
+"""Checks whether a model of transformers can be split, and makes its attention run over a cp."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the Trainer of transformers takes so that ParallelismConfig splits its rows over a cp."""
+"""Arguments and a collator for the Trainer of transformers, whose rows ParallelismConfig splits."""
 
 import copy
 from collections.abc import Mapping

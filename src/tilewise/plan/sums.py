@@ -75,7 +75,7 @@ class SumGroup(NamedTuple):
 
     @property
     def is_short(self) -> bool:
-        """Whether its sums travel in fewer bits than they have in memory."""
+        """True if its sums travel in fewer bits than they have in memory."""
         return self.form.sum_bits < self.form.item_bits
 
 
@@ -116,7 +116,7 @@ class SumColumns(NamedTuple):
 
     @property
     def is_short(self) -> bool:
-        """Whether some sums travel in fewer bits than they have in memory."""
+        """True if some sums travel in fewer bits than they have in memory."""
         return any(group.is_short for group in self.groups)
 
     def row_bytes(self, width: int, dtype: str) -> int:

@@ -110,7 +110,7 @@ class TeamMessages(_TeamFields):
 
     @cached_property
     def contents(self) -> tuple[memoryview, memoryview]:
-        """What leaves and arrives, on the CPU: slices of these cost less than those of tensors."""
+        """Bytes that leave and arrive, on the CPU: their slices cost less than those of tensors."""
         return self.leaving.numpy().reshape(-1).data, self.arriving.numpy().reshape(-1).data
 
     def with_others(self, rank: int) -> list[Message]:
