@@ -47,9 +47,19 @@ class _Sizes(dict[str, int]):
 
 
 ITEM_BYTES = _Sizes({"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}).__getitem__
+_WHOLE_NUMBER_BYTES = MappingProxyType(
+    {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
+)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of a number; also of whole ones: tokens, labels and the like, and integers of sums."""
+    return _WHOLE_NUMBER_BYTES.get(dtype) or ITEM_BYTES(dtype)
+
 
 MOST_RANKS = 1 << 17
 """More than any cluster has: a plan of a mistyped number of ranks would take minutes to make."""
+
 
 MOST_NUMBER = (1 << 63) - 1
 """Positions, and whatever else is counted, are numbers of 64 bits."""

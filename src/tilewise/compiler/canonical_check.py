@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tilewise.arguments import item_bytes
 from tilewise.compiler.canonical_calls import SIDES, LeafCalls, dtype_of, formats, listed, strangers
 from tilewise.compiler.canonical_memory import (
     UNWRITTEN,
@@ -49,7 +50,6 @@ from tilewise.compiler.code import (
     SumHeads,
     TensorSpec,
     Wait,
-    item_bytes,
 )
 from tilewise.compiler.code_check import CodeError, check_code
 from tilewise.compiler.placement import Departures

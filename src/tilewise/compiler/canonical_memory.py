@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tilewise.arguments import item_bytes
 from tilewise.compiler.canonical_terms import Numbers, factors
-from tilewise.compiler.code import Code, Home, Ref, TensorSpec, extent, item_bytes
+from tilewise.compiler.code import Code, Home, Ref, TensorSpec, extent
 from tilewise.plan.sums import SumColumns
 
 Causes = NDArray[np.int32]

@@ -7,15 +7,14 @@ and runs it; nothing is decided then. Codes compare, print and pickle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import Enum
 from math import prod
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from tilewise.arguments import ITEM_BYTES
+from tilewise.arguments import item_bytes
 from tilewise.compiler.program import Team
 from tilewise.plan.ir import Item
 from tilewise.plan.payload import Field
@@ -596,13 +595,3 @@ def extent(spec: TensorSpec, ref: Ref) -> Extent:
         first += start * strides[0]
         strides[0] *= step
     return Extent(first, ref_shape(spec, ref), tuple(strides), size)
-
-
-WHOLE_NUMBER_BYTES: Mapping[str, int] = MappingProxyType(
-    {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
-)
-"""Bytes of the dtypes of tokens, labels and the like, which row moves carry, too."""
-
-
-def item_bytes(dtype: str) -> int:
-    return WHOLE_NUMBER_BYTES.get(dtype) or ITEM_BYTES(dtype)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.compiler.code import Code, Home, Op, Post, Ref, Wait, extent, item_bytes
+from tilewise.arguments import item_bytes
+from tilewise.compiler.code import Code, Home, Op, Post, Ref, Wait, extent
 from tilewise.compiler.placement import Departures, arrivals_with_bytes, sends_bytes
 
 

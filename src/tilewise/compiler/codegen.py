@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.arguments import require_range
+from tilewise.arguments import item_bytes, require_range
 from tilewise.compiler.code import (
     Ask,
     Attend,
@@ -47,7 +47,6 @@ from tilewise.compiler.code import (
     TeamBytes,
     TensorSpec,
     Wait,
-    item_bytes,
     ref_shape,
 )
 from tilewise.compiler.head_exchange import HeadExchange, as_one_shard, head_exchange

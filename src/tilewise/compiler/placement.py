@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tilewise.arguments import item_bytes
 from tilewise.compiler.code import (
     Buffer,
     Home,
@@ -19,7 +20,6 @@ from tilewise.compiler.code import (
     Ref,
     TensorSpec,
     Wait,
-    item_bytes,
     ref_shape,
 )
 

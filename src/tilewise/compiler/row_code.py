@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 
-from tilewise.arguments import require_range
+from tilewise.arguments import item_bytes, require_range
 from tilewise.compiler.code import (
     Buffer,
     Bytes,
@@ -23,7 +23,6 @@ from tilewise.compiler.code import (
     Table,
     TensorSpec,
     Wait,
-    item_bytes,
 )
 from tilewise.compiler.placement import Departures, placed
 from tilewise.compiler.row_moves import Arriving, RankMoves, RowMoves, Rows

@@ -14,7 +14,7 @@ bytes where kernels load so many at once (see `Payload.row_format`).
 from functools import lru_cache
 from typing import NamedTuple
 
-from tilewise.arguments import ITEM_BYTES, Save, of_kind
+from tilewise.arguments import ITEM_BYTES, Save, item_bytes, of_kind
 from tilewise.plan.ir import Item, Plan, Role, Side
 from tilewise.plan.sums import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, SumColumns
 from tilewise.wires.wire import Plain, Wire, Wires
@@ -48,8 +48,7 @@ class Field(NamedTuple):
     @property
     def item_bytes(self) -> int:
         """Bytes of one number, or of one integer of sums."""
-        integers = {"int32": 4, "int64": 8}
-        return integers.get(self.dtype) or ITEM_BYTES(self.dtype)
+        return item_bytes(self.dtype)
 
 
 class RowFormat(NamedTuple):

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from tilewise.arguments import ITEM_BYTES
-from tilewise.compiler.code import item_bytes
+from tilewise.arguments import ITEM_BYTES, item_bytes
 from tilewise.compiler.program import (
     AttendTile,
     Await,
