@@ -105,6 +105,12 @@ def test_a_call_that_saves_otherwise_than_prepared_for_is_told_so():
     assert "was prepared" in message and "called with" in message and "gathered" in message
 
 
+def test_a_canonical_call_of_a_prepared_value_is_refused_by_name():
+    step = first_step()
+    with pytest.raises(ValueError, match="prepared for reduction='fast', not 'canonical'"):
+        attended(step, lambda rank: {"plan": step.prepare(rank)}, reduction="canonical")
+
+
 def test_a_prepared_value_of_another_format_is_refused(monkeypatch):
     stored = pickle.dumps(first_step().prepare(1))
     monkeypatch.setattr(code, "CODE_FORMAT", 7)

@@ -10,10 +10,12 @@ import torch
 
 import tilewise as tw
 from tilewise.compiler.code import AttendLeaves, Finish, Merge
+from tilewise.compiler.finished_results import finished_early
 from tilewise.layouts.leaves import MOST_TERMS, leaf_edges, leaf_size
 from tilewise.layouts.whole_blocks import split_blocks
 from tilewise.plan import Plan, RankBuilder
-from tilewise.plan.ir import RankStep
+from tilewise.plan.ir import RankStep, Role, Side
+from tilewise.plan.payload import head_groups
 
 TOKENS = 1024
 WORK = tw.Workload(
@@ -74,12 +76,47 @@ def test_bytes_and_memory_are_at_most_twice_those_of_fast(dtype: Any, save: Any)
 def test_every_merge_of_the_code_is_canonical_and_printed():
     for plan in (tw.ring(4), tw.ulysses(4), tw.tree(4)):
         for backward in (False, True):
-            code = plan.code(WORK, 1, backward=backward)
+            code = plan.code(WORK, 0, backward=backward)
             kinds = {type(op).__name__ for op in code.ops}
             assert {"AttendLeaves", "Finish"} <= kinds and "Attend" not in kinds
             assert all(op.columns is not None for op in code.ops if isinstance(op, Merge))
             assert str(code).splitlines()[-1].startswith("finish ")
             assert any(isinstance(op, AttendLeaves | Finish) for op in code.ops)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_what_is_complete_when_it_leaves_travels_as_a_result(dtype: Any):
+    """After Ulysses all is but gradients of KV heads that several ranks share."""
+    work = replace(WORK, layout="contiguous", dtype=dtype)
+    fast, machine = replace(work, reduction="fast"), tw.Machine.preset("cpu-gloo")
+    plan = tw.ulysses(2)
+    assert tw.volume(plan, work) == tw.volume(plan, fast)
+    assert tw.simulate(plan, work, machine).sent_bytes == max(map(sum, zip(*tw.volume(plan, work))))
+    for backward in (False, True):
+        code = plan.code(work, 0, backward=backward)
+        assert code.bytes_sent == tw.volume(plan, work)[backward][0]
+        assert {"finish q1!", *(["finish kv1!"] if backward else [])} <= set(str(code).splitlines())
+    shared = [tw.volume(tw.ulysses(4), one) for one in (work, fast)]
+    assert shared[0].forward == shared[1].forward
+    assert min(shared[0].backward) > max(shared[1].backward)
+    plan.check_canonical(work)
+    tw.ulysses(4).check_canonical(work)
+
+
+def test_only_partials_that_their_home_receives_once_are_complete_before():
+    def finished(plan: Plan, num_kv_heads: int = 8) -> set[tuple[Side, Role]]:
+        groups = head_groups(8, num_kv_heads, plan.num_head_groups)
+        steps = finished_early(plan, groups).steps
+        return {x.item[:2] for step in steps for x in step.transfers if x.item.role is Role.RESULT}
+
+    of_both = {(Side.Q, Role.RESULT), (Side.KV, Role.RESULT)}
+    for plan in (tw.ring(4), tw.ring(4, moves="q"), tw.mesh(8, q_tile=2), tw.all_gather(4)):
+        assert not finished(plan)
+        assert finished_early(plan, head_groups(8, 8, 1)) is plan
+    assert finished(tw.attention2d(4, 4))
+    for plan in (tw.ulysses(4), tw.ulysses(2, inner=tw.ring(2)), tw.plan.parse(str(tw.ulysses(4)))):
+        assert finished(plan) == of_both
+    assert finished(tw.ulysses(4), 2) == {(Side.Q, Role.RESULT)}
 
 
 def test_simulate_counts_the_moves_and_search_takes_plans_that_keep_the_promise():

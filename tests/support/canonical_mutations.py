@@ -536,6 +536,11 @@ def finished_with_sinks_of_other_heads(code: Code, op: Finish, random: Random) -
 
 
 @edits(Finish)
+def finished_as_rows_of_another_rank(code: Code, op: Finish, random: Random) -> Op:
+    return op._replace(home=(op.home + 1) % code.world_size)
+
+
+@edits(Finish)
 def erased_before_it_is_finished(code: Code, op: Finish, random: Random) -> list[Op] | None:
     return [Fill(op.sums, 0.0), op] if is_sums(code, op.sums) else None
 

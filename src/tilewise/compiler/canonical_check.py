@@ -563,10 +563,11 @@ class _PassRank(_Rank):
 
     def _finish(self, op: Finish) -> None:
         specs = [self.code.tensors[ref.tensor] for ref in op.targets]
-        names = [spec.name for spec in specs]
+        travels = not any(spec.name in self.results for spec in specs)
+        names = [spec.name.rpartition(".")[2] if travels else spec.name for spec in specs]
         side = SIDES.get(names[0], Side.Q)
         expected = [name for name, _ in self.payload.results(side)]
-        if names != expected or any(name not in self.results for name in names):
+        if names != expected or (not travels and op.home != self.rank):
             self._spoil(op, f"finishes {', '.join(names)}, and not {', '.join(expected)}")
             return
         if not self._fit((("sums", op.sums), *zip(names, op.targets, strict=True))):
@@ -575,7 +576,7 @@ class _PassRank(_Rank):
         if op.columns != self.payload.sums(side):
             self._spoil(op, f"finishes sums of {formats([op.columns])}")
             return
-        wanted = self._finished_rows(side, op.targets[0])
+        wanted = self._finished_rows(side, op, travels)
         alike = all(ref[1:] == op.targets[0][1:] for ref in op.targets)
         if not alike or (not self.code.backward and op.first_head != wanted.heads[0]):
             self._spoil(op, f"finishes heads from {op.first_head} on as others")
@@ -594,13 +595,19 @@ class _PassRank(_Rank):
         if self.terms.most_terms(side) > op.columns.most_terms:
             self._spoil(op, f"finishes sums of more than {op.columns.most_terms} terms")
             return
-        for ref, spec in zip(op.targets, specs, strict=True):
-            write_values(self.memory.view(ref), spec.name, values(spec.name, wanted), causes)
+        for ref, name in zip(op.targets, names, strict=True):
+            write_values(self.memory.view(ref), name, values(name, wanted), causes)
         sums.causes[...] = self._cause("has finished the sum before it is used again")
 
-    def _finished_rows(self, side: Side, target: Ref) -> RowsOf:
-        positions = self.terms.positions[side][self.rank]
+    def _finished_rows(self, side: Side, op: Finish, travels: bool) -> RowsOf:
+        """The rows and heads that an op says it finishes: of a result that travels, or a part of
+        the rank's own.
+        """
+        target, positions = op.targets[0], self.terms.positions[side][op.home]
         heads = np.arange(self.terms.num_heads(side))
+        if travels:
+            heads = heads[op.first_head : op.first_head + self.code.shape(op.sums)[2]]
+            return RowsOf(positions, heads, self.code.batch)
         if target.rows is not None:
             positions = positions[slice(*target.rows)]
         return RowsOf(

@@ -288,13 +288,15 @@ class Finish(NamedTuple):
     """Compute results of binned sums: out and lse (and the largest scores), or gradients.
 
     Attributes:
-        first_head: which of all query heads the sums' first one is.
+        first_head: which of all heads of their side the sums' first one is.
+        home: the rank whose rows they are.
     """
 
     sums: Ref
     targets: tuple[Ref, ...]
     columns: SumColumns
     first_head: int
+    home: int
 
     reads = property(lambda self: (self.sums,))
     writes = property(lambda self: self.targets)

@@ -680,9 +680,13 @@ class _Generator:
         elif item.role is Role.RESULT:
             wire = self._wire(str(item), self._size(item), part)
             home = partial(item.side, item.shard, item.heads)
-            self._write(self._made(home), wire, part, (item, self._rank))
+            if self._payload.canonical:
+                self._finish_into(wire, item)
+            else:
+                self._write(self._made(home), wire, part, (item, self._rank))
             self._packed[item] = wire
-            self._results[home] = self._read(wire, part, str(item))
+            if self._rank in self._plan.owners[item.side][item.shard]:
+                self._results[home] = self._read(wire, part, str(item))
         elif pack.rows is not None:
             held = self._operands[item]
             wire = self._wire(f"{item} to send", count_rows(pack.rows), part)
@@ -697,6 +701,30 @@ class _Generator:
             wire = self._wire(str(item), self._size(item), part)
             self._write([held.fields[name] for name in names], wire, part, (item, 0))
             self._operands[item] = held._replace(wire=wire)
+
+    def _finish_into(self, wire: Ref, result: Item) -> None:
+        """Finish a partial, and write the result as it travels."""
+        side, _, shard, heads = result
+        (sums,) = self._made(partial(side, shard, heads))
+        row, rows, part = self._formats[result[:2]], self._size(result), result[:2]
+        if row.in_place:
+            targets = list(self._fields_at(wire, 0, rows, part, str(result)).values())
+        else:
+            shape = (*self._shape(sums)[:3],)
+            targets = [
+                self._new(
+                    f"{result}.{field.name}",
+                    shape if field.name in STATISTICS else (*shape, field.width),
+                    field.dtype,
+                )
+                for field in row.fields
+            ]
+        columns, home = self._columns_of(side), self._plan.home(side, shard)
+        assert columns is not None, "sums are finished"
+        first = self._carried.slice(side, heads).start
+        self._ops.append(Finish(sums, tuple(targets), columns, first, home))
+        if not row.in_place:
+            self._write(targets, wire, part, (result, self._rank))
 
     def _copy_pieces(self, source: Ref, ranges: Sequence[tuple[int, int]], target: Ref) -> None:
         for rows, here in _packed(ranges):
@@ -1364,6 +1392,11 @@ class _Generator:
             sums: dict[int, tuple[Ref, ...]] = {}  # by first head
             for group in range(self._groups.groups):
                 item, heads = partial(side, shard, group), self._carried.slice(side, group)
+                if columns is not None and item in self._results:
+                    targets = [self._rows(x, at, heads) for x in results]
+                    for value, target in zip(self._results[item].values(), targets, strict=True):
+                        self._ops.append(Copy(value, target))
+                    continue
                 values = self._final(item)
                 before = sums.setdefault(heads.start, values)
                 if before is not values:  # groups may share a KV head, whose gradients sum
@@ -1372,7 +1405,7 @@ class _Generator:
             for first, values in sums.items():
                 if columns is not None:
                     targets = [self._rows(x, at, slice(first, first + width)) for x in results]
-                    self._ops.append(Finish(values[0], tuple(targets), columns, first))
+                    self._ops.append(Finish(values[0], tuple(targets), columns, first, self._rank))
                     continue
                 for result, value in zip(results, values, strict=True):
                     target = self._rows(result, at, slice(first, first + width))

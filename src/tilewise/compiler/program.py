@@ -160,15 +160,18 @@ class Pack(NamedTuple):
         rows: rows of the shard; None: all that are here.
         encodes: whether numbers are written in a wire's format.
         filled: False: the item is a partial that nothing was added to, and is blank.
+        finishes: the item is a result, which is computed of binned sums.
     """
 
     item: Item
     rows: Rows | None = None
     encodes: bool = False
     filled: bool = True
+    finishes: bool = False
 
     def __str__(self) -> str:
-        return f"{'encode' if self.encodes else 'pack'} {self.item}{rows_label(self.rows)}"
+        verb = "finish" if self.finishes else "encode" if self.encodes else "pack"
+        return f"{verb} {self.item}{rows_label(self.rows)}"
 
 
 class PackHeads(NamedTuple):
@@ -331,7 +334,7 @@ class _Writer:
             elif item.role is Role.RESULT:
                 if item not in self._packed:
                     self._packed.add(item)
-                    yield Pack(item, None, encodes)
+                    yield Pack(item, None, encodes, finishes=self._payload.canonical)
             else:
                 if self._needs_packing(item):
                     self._packed.add(item)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tilewise.compiler.checker import check_before_run
+from tilewise.compiler.finished_results import finished_early
 from tilewise.compiler.pruning import check_made_for, prune_shards, shard_layouts
 from tilewise.layouts.layout import Layout
 from tilewise.layouts.leaves import edges_of_sides, leaf_edges
@@ -56,7 +57,7 @@ class ResolvedPass(NamedTuple):
     `resolve_passes` makes it, so that no plan runs without having been tuned and checked.
     """
 
-    plan: Plan  # made for the heads, not pruned
+    plan: Plan  # made for the heads, not pruned; canonical results are finished before they travel
     mask: Mask
     layouts: tuple[Layout, Layout]  # the query and the KV shards' tokens
     groups: HeadGroups
@@ -107,9 +108,11 @@ def resolve_passes(
         check_gathered(forward.plan, backward.plan)
     payload = backward.payload._replace(backward=True, saved=gathered)
     passes = forward, backward._replace(payload=payload)
-    if call.canonical:
-        _check_whole_leaves(passes)
-    return passes
+    if not call.canonical:
+        return passes
+    _check_whole_leaves(passes)
+    forward, backward = (one._replace(plan=finished_early(one.plan, one.groups)) for one in passes)
+    return forward, backward
 
 
 def _resolved(call: CallShape, plan: Plan) -> ResolvedPass:

@@ -123,6 +123,11 @@ def resolve(
     wires = resolved_wires(call, dtype)
     head_groups(num_heads, num_kv_heads, 1)
     layouts = call.layout, kv_layout
+    if canonical and isinstance(call.plan, RankPlan):
+        raise ValueError(
+            f"{call.plan.name} was prepared for reduction='fast', not 'canonical'; take the plan "
+            "that it was prepared from"
+        )
     if canonical:
         layouts = leaf_layouts(call.mask, call.layout, kv_layout, num_heads // num_kv_heads)
     if latent is not None:

@@ -36,7 +36,8 @@ class Role(IntEnum):
     """Role of a travelling value, which says what its arrival means.
 
     OPERAND is copied. PARTIAL moves, and is merged into what the receiver has of it. RESULT is a
-    finished partial that its home copies to the other holders of a replicated shard.
+    finished partial that its home copies to the other holders of a replicated shard, and in
+    canonical calls one that is finished before it reaches its home.
     """
 
     OPERAND = 0

@@ -6,6 +6,7 @@
     backward| q, dout, lse, delta | dq (sum)           | k, v       | dk, dv (sum)
 
 Under a canonical reduction partials are binned sums instead: one tensor of integers for each side.
+Results, which are finished partials, are then what the pass returns; else they are as partials.
 A latent travels in place of k and v, and dlatent in place of dk and dv. One table for executor,
 volume and simulator, so that what is counted is what travels. Rows of operands are padded to 16
 bytes where kernels load so many at once (see `Payload.row_format`).
@@ -105,6 +106,12 @@ class Payload(NamedTuple):
             if self.backward and side is Side.Q:
                 fields += [Field("lse", 1, statistic), Field("delta", 1, statistic)]
             return tuple(fields)
+        if self.canonical and role is Role.RESULT:
+            dtypes = {name: statistic for name in STATISTICS}
+            return tuple(
+                Field(name, width, dtypes.get(name, self.dtype))
+                for name, width in self.results(side)
+            )
         if self.canonical:
             columns = self.sums(side)
             if columns is None:
@@ -208,6 +215,10 @@ class Payload(NamedTuple):
         """Bytes of one token of an item, padding counted."""
         return self.row_format(item.side, item.role).num_bytes
 
+    def least_partial_bytes(self, side: Side) -> int:
+        """Bytes of one token of a partial, or of the result that it may be finished to before."""
+        return min(self.row_bytes(Item(side, role, 0)) for role in (Role.PARTIAL, Role.RESULT))
+
 
 class ShardWeights(NamedTuple):
     """Relative bytes: a query shard, a KV shard, a query partial, a KV partial."""
@@ -250,6 +261,11 @@ class HeadGroups(NamedTuple):
     num_heads: int
     num_kv_heads: int
     groups: int
+
+    @property
+    def shares_kv_heads(self) -> bool:
+        """True if several groups have the same KV head."""
+        return self.groups > self.num_kv_heads
 
     @property
     def size(self) -> tuple[int, int]:

@@ -31,14 +31,16 @@ def simulate_teams(model: PassModel, plan: Plan) -> tuple[Timeline, Symmetry]:
     assert plan.traits.head_split
     degree, inner = plan.traits.head_split
     work = model.work
-    num_heads, num_kv_heads = head_groups(work.num_heads, work.num_kv_heads, degree).size
+    groups = head_groups(work.num_heads, work.num_kv_heads, degree)
+    num_heads, num_kv_heads = groups.size
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     team_work = replace(work, **heads, layout=model.team_layout(degree))
     machine = _of_one_head_rank(model.machine, degree, model.world_size)
     timeline, _ = simulate_pass(inner, team_work, machine, model.backward, exact=True)
     ranks_in_node = min(degree, model.machine.node_size)
     payload, rows = model.payload(degree), max(model.layout.sizes)
-    parts = (Item(side, role, 0) for side in Side for role in (Role.OPERAND, Role.PARTIAL))
+    returned = Role.RESULT, Role.PARTIAL if groups.shares_kv_heads else Role.RESULT
+    parts = (Item(side, role, 0) for side in Side for role in (Role.OPERAND, returned[side]))
     traded_bytes = rows * sum(map(payload.row_bytes, parts))
     sent_bytes = {
         INSIDE: (ranks_in_node - 1) * traded_bytes,

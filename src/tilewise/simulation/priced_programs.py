@@ -475,6 +475,8 @@ class Halves:
         """The rank that decides a transfer's rows, and whether all travel, by rank of its class."""
         side, role, shard, _ = transfer.item
         rank = transfer.dst if role is Role.OPERAND else transfer.src
+        if role is Role.RESULT:
+            return rank, np.ones(len(self._members[int(self._class[rank])]), bool)
         shard_place = _ShardPlace(int(self._class[rank]), side, relative(shard, rank, self._shifts))
         return rank, self._whole[step, role, shard_place]
 
