@@ -91,7 +91,9 @@ def test_what_is_complete_when_it_leaves_travels_as_a_result(dtype: Any):
     fast, machine = replace(work, reduction="fast"), tw.Machine.preset("cpu-gloo")
     plan = tw.ulysses(2)
     assert tw.volume(plan, work) == tw.volume(plan, fast)
-    assert tw.simulate(plan, work, machine).sent_bytes == max(map(sum, zip(*tw.volume(plan, work))))
+    assert tw.simulate(plan, work, machine).sent_bytes == max(
+        map(sum, zip(*tw.volume(plan, work), strict=True))
+    )
     for backward in (False, True):
         code = plan.code(work, 0, backward=backward)
         assert code.bytes_sent == tw.volume(plan, work)[backward][0]

@@ -107,9 +107,8 @@ class Payload(NamedTuple):
                 fields += [Field("lse", 1, statistic), Field("delta", 1, statistic)]
             return tuple(fields)
         if self.canonical and role is Role.RESULT:
-            dtypes = {name: statistic for name in STATISTICS}
             return tuple(
-                Field(name, width, dtypes.get(name, self.dtype))
+                Field(name, width, statistic if name in STATISTICS else self.dtype)
                 for name, width in self.results(side)
             )
         if self.canonical:
