@@ -105,6 +105,17 @@ def test_what_is_complete_when_it_leaves_travels_as_a_result(dtype: Any):
     tw.ulysses(4).check_canonical(work)
 
 
+@pytest.mark.parametrize("plan", [tw.ring(4), tw.ulysses(4), tw.mesh(4, q_tile=2)], ids=str)
+def test_simulated_time_has_what_adding_to_sums_takes(plan: Plan):
+    work = replace(WORK, num_tokens=8192, layout="zigzag")
+    preset = tw.Machine.preset("cpu-gloo")
+    slow, quick = (replace(preset, merge_bandwidth=speed) for speed in (1e9, 1e10))
+    seconds = [tw.simulate(plan, work, machine).seconds for machine in (slow, quick, preset)]
+    fast = tw.simulate(plan, replace(work, reduction="fast"), slow).seconds
+    assert seconds[0] > seconds[1] > seconds[2]
+    assert seconds[0] > fast
+
+
 def test_only_partials_that_their_home_receives_once_are_complete_before():
     def finished(plan: Plan, num_kv_heads: int = 8) -> set[tuple[Side, Role]]:
         groups = head_groups(8, num_kv_heads, plan.num_head_groups)
