@@ -1,13 +1,14 @@
 """The code of one rank's pass: operations on numbered tensors of placed buffers, numbers only.
 
 A code says all that a pass does to memory: what is copied, encoded, sent, awaited, computed and
-merged, and which bytes of which buffer each tensor is. `execution/run.py` binds it to memory once
-and runs it; nothing is decided then. Codes compare, print and pickle.
+merged, and which bytes of which buffer each tensor is. `codegen.py` writes it with a `CodeWriter`;
+`execution/run.py` binds it to memory once and runs it, and nothing is decided then. Codes compare,
+print and pickle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -17,7 +18,7 @@ import numpy as np
 from tilewise.arguments import item_bytes
 from tilewise.compiler.program import Team
 from tilewise.plan.ir import Item
-from tilewise.plan.payload import Field
+from tilewise.plan.payload import STATISTICS, Field
 from tilewise.plan.sums import SumColumns
 from tilewise.tiles.calls import KernelCall
 from tilewise.tiles.leaf_pairs import LeafPairs
@@ -597,3 +598,109 @@ def extent(spec: TensorSpec, ref: Ref) -> Extent:
         first += start * strides[0]
         strides[0] *= step
     return Extent(first, ref_shape(spec, ref), tuple(strides), size)
+
+
+class CodeWriter:
+    """What has been written of a code.
+
+    Args:
+        batch: sequences that lie side by side in every row.
+    """
+
+    def __init__(self, batch: int):
+        self.batch = batch
+        self.buffers: list[Buffer] = []
+        self.tensors: list[TensorSpec] = []
+        self.ops: list[Op] = []
+        self._given: dict[str, int] = {}
+
+    def add(self, op: Op) -> None:
+        """Write an op."""
+        self.ops.append(op)
+
+    def buffer(self, name: str, num_bytes: int, home: Home, part_rows: Sequence[int] = ()) -> int:
+        """The number of a new buffer."""
+        self.buffers.append(Buffer(name, num_bytes, home, tuple(part_rows)))
+        return len(self.buffers) - 1
+
+    def tensor(self, spec: TensorSpec) -> Ref:
+        """A new tensor in a buffer."""
+        self.tensors.append(spec)
+        return Ref(len(self.tensors) - 1)
+
+    def new(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: str,
+        home: Home = Home.WORKSPACE,
+        part_rows: Sequence[int] = (),
+    ) -> Ref:
+        """A tensor in a buffer of its own."""
+        num_bytes = prod(shape) * item_bytes(dtype)
+        buffer = self.buffer(name, num_bytes, home, part_rows)
+        strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
+        return self.tensor(TensorSpec(name, buffer, 0, tuple(shape), tuple(strides), dtype))
+
+    def given(self, name: str, rows: int, heads: int, width: int, dtype: str) -> Ref:
+        """A tensor of the call."""
+        if name not in self._given:
+            shape = (rows, self.batch, heads, *([] if name in STATISTICS else [width]))
+            buffer = self.buffer(name, 0, Home.GIVEN)
+            self._given[name] = self.tensor(TensorSpec(name, buffer, 0, shape, (), dtype)).tensor
+        return Ref(self._given[name])
+
+    def shape(self, ref: Ref) -> tuple[int, ...]:
+        """The shape of what a reference means."""
+        return ref_shape(self.tensors[ref.tensor], ref)
+
+    def dtype(self, ref: Ref) -> str:
+        return self.tensors[ref.tensor].dtype
+
+    def rows(
+        self, ref: Ref, rows: slice | tuple[int, int] | None, heads: slice | None = None
+    ) -> Ref:
+        """Rows, and heads, of what a reference means."""
+        if rows is not None:
+            start, stop, step = (*rows, 1) if isinstance(rows, tuple) else _plain(rows)
+            if ref.rows is not None:
+                first, _, by = ref.rows
+                start, stop, step = first + start * by, first + stop * by, step * by
+            whole = (0, self.tensors[ref.tensor].shape[0], 1)
+            here = None if (start, stop, step) == whole else (start, stop, step)
+            ref = Ref(ref.tensor, here, ref.heads)
+        if heads is not None:
+            first = 0 if ref.heads is None else ref.heads[0]
+            ref = Ref(ref.tensor, ref.rows, (first + heads.start, first + heads.stop))
+        return ref
+
+    def num_bytes(self, ref: Ref) -> int:
+        return prod(self.shape(ref)) * item_bytes(self.dtype(ref))
+
+    def picked(self, x: Ref, rows: slice | np.ndarray | None) -> Ref:
+        """The rows that an index selects: a part of the tensor, unless they are a table."""
+        if not isinstance(rows, np.ndarray):
+            return x if rows is None else self.rows(x, rows)
+        name = f"rows of {self.tensors[x.tensor].name}"
+        target = self.new(name, (len(rows), *self.shape(x)[1:]), self.dtype(x))
+        self.add(Copy(x, target, Table.of(rows)))
+        return target
+
+    def copy_pieces(self, source: Ref, ranges: Sequence[tuple[int, int]], target: Ref) -> None:
+        """Copy ranges of rows one after the other."""
+        for rows, here in packed_ranges(ranges):
+            self.add(Copy(self.rows(source, rows), self.rows(target, here)))
+
+
+def packed_ranges(
+    ranges: Iterable[tuple[int, int]],
+) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Each range of rows, and where its rows are if all lie one after the other."""
+    offset = 0
+    for start, stop in ranges:
+        yield (start, stop), (offset, offset + stop - start)
+        offset += stop - start
+
+
+def _plain(rows: slice) -> tuple[int, int, int]:
+    return rows.start, rows.stop, rows.step or 1

@@ -21,9 +21,9 @@ from tilewise.compiler.code import (
     Ask,
     Attend,
     AttendLeaves,
-    Buffer,
     Bytes,
     Code,
+    CodeWriter,
     ComputeDelta,
     Copy,
     Decode,
@@ -36,7 +36,6 @@ from tilewise.compiler.code import (
     KeptBuffer,
     Line,
     Merge,
-    Op,
     Post,
     Pull,
     Ref,
@@ -47,7 +46,7 @@ from tilewise.compiler.code import (
     TeamBytes,
     TensorSpec,
     Wait,
-    ref_shape,
+    packed_ranges,
 )
 from tilewise.compiler.head_exchange import HeadExchange, as_one_shard, head_exchange
 from tilewise.compiler.lowering import lower
@@ -180,20 +179,6 @@ class _Arena(NamedTuple):
     wire: Ref | None
 
 
-class _Group:
-    """Partials of operands of one arena: side by side, so that a kernel call can add to several.
-
-    Each has its place there once: from when it is first added to until it leaves.
-    """
-
-    def __init__(self, items: Sequence[Item], sizes: Sequence[int]):
-        self.items = tuple(items)
-        self.sizes = tuple(sizes)
-        self.starts = dict(zip(items, accumulate(sizes, initial=0), strict=False))
-        self.whole: tuple[Ref, ...] = ()
-
-
-After = Callable[[], None]
 KnownCalls = dict[tuple[Tile, tuple[Sequence[Rows], ...]], tuple[CallParts[np.ndarray], ...]]
 KnownPairs = dict[tuple[Tile, Rows, Rows], tuple[LeafPairs, ...]]
 
@@ -210,7 +195,429 @@ def _known_pairs(plan: Plan, rank: int, table: TileCalls) -> KnownPairs:
     return {}
 
 
+Part = tuple[Side, Role]
+
+
+class _PackedRows:
+    """Writes tensors to packed rows, and reads them, in the code of one pass.
+
+    Attributes:
+        formats: of a row, by side and role.
+    """
+
+    def __init__(self, code: CodeWriter, payload: Payload):
+        self._code, self._payload = code, payload
+        self.formats = {
+            (side, role): payload.row_format(side, role) for side in Side for role in Role
+        }
+
+    def wire(
+        self,
+        name: str,
+        rows: int,
+        part: Part,
+        home: Home = Home.WORKSPACE,
+        part_rows: Sequence[int] = (),
+    ) -> Ref:
+        """A buffer of so many rows as they travel."""
+        shape = rows, self._code.batch, self.formats[part].num_bytes
+        return self._code.new(f"{name}.bytes", shape, "uint8", home, part_rows)
+
+    def fields_at(self, wire: Ref, first: int, rows: int, part: Part, name: str) -> dict[str, Ref]:
+        """The tensors that rows of a buffer are, where they can be used as they lie."""
+        spec = self._code.tensors[wire.tensor]
+        row_bytes = self._code.batch * self.formats[part].num_bytes
+        start = spec.start + (first + (wire.rows[0] if wire.rows else 0)) * row_bytes
+        form = self.formats[part], self._payload.heads(part[0])
+        return self.typed(spec.buffer, start, rows, form, name)
+
+    def typed(
+        self, buffer: int, start: int, rows: int, form: tuple[RowFormat, int], name: str
+    ) -> dict[str, Ref]:
+        """The fields of packed rows that begin at a byte of a buffer."""
+        row, heads = form
+        fields: dict[str, Ref] = {}
+        for field, column in zip(row.fields, row.starts, strict=True):
+            size = item_bytes(field.dtype)
+            step = row.num_bytes // size
+            inner, strides = (
+                ((heads,), (1,))
+                if field.name in STATISTICS
+                else ((heads, field.width), (field.width, 1))
+            )
+            shape = rows, self._code.batch, *inner
+            steps = self._code.batch * step, step, *strides
+            spec = TensorSpec(
+                f"{name}.{field.name}", buffer, start + column, shape, steps, field.dtype
+            )
+            fields[field.name] = self._code.tensor(spec)
+        return fields
+
+    def columns(
+        self, buffer: int, start: int, rows: int, form: tuple[RowFormat, int], name: str
+    ) -> list[Ref]:
+        """The bytes of each field of packed rows: uint8 [rows, batch, n]."""
+        row, heads = form
+        strides = self._code.batch * row.num_bytes, row.num_bytes, 1
+        return [
+            self._code.tensor(
+                TensorSpec(
+                    f"{name}.{field.name}.bytes",
+                    buffer,
+                    start + column,
+                    (rows, self._code.batch, heads * field.row_bytes),
+                    strides,
+                    "uint8",
+                )
+            )
+            for field, column in zip(row.fields, row.starts, strict=True)
+        ]
+
+    def decoded(
+        self, buffer: int, first: int, rows: int, form: tuple[RowFormat, int], name: str
+    ) -> dict[str, Ref]:
+        """Rows of a buffer that cannot be used as they lie, as tensors of their own."""
+        row, heads = form
+        start = first * self._code.batch * row.num_bytes
+        fields: dict[str, Ref] = {}
+        columns = self.columns(buffer, start, rows, form, name)
+        for field, source in zip(row.fields, columns, strict=True):
+            inner = (heads,) if field.name in STATISTICS else (heads, field.width)
+            shape = rows, self._code.batch, *inner
+            target = self._code.new(f"{name}.{field.name}", shape, field.dtype)
+            self._code.add(Decode(source, target, field))
+            fields[field.name] = target
+        return fields
+
+    def write(self, sources: Sequence[Ref], wire: Ref, part: Part, of: tuple[Item, int]) -> None:
+        """Copy tensors into packed rows, encoded where the format says so.
+
+        Args:
+            of: whose rows these are, and who encodes them.
+        """
+        row, rows = self.formats[part], self._code.shape(wire)[0]
+        spec, form = self._code.tensors[wire.tensor], (row, self._payload.heads(part[0]))
+        name = spec.name.removesuffix(".bytes")
+        first = (wire.rows[0] if wire.rows else 0) * self._code.batch * row.num_bytes + spec.start
+        if row.in_place:
+            targets = self.typed(spec.buffer, first, rows, form, name)
+            for source, target in zip(sources, targets.values(), strict=True):
+                self._code.add(Copy(source, target))
+            return
+        columns = self.columns(spec.buffer, first, rows, form, name)
+        for source, target, field in zip(sources, columns, row.fields, strict=True):
+            self._code.add(Encode(source, target, field, of))
+
+    def read(self, wire: Ref, part: Part, name: str) -> dict[str, Ref]:
+        """The tensors that packed rows are, decoded where they must be."""
+        rows = self._code.shape(wire)[0]
+        if self.formats[part].in_place:
+            return self.fields_at(wire, 0, rows, part, name)
+        first = wire.rows[0] if wire.rows else 0
+        spec = self._code.tensors[wire.tensor]
+        assert spec.start == 0, "packed rows of such a format have a buffer of their own"
+        form = self.formats[part], self._payload.heads(part[0])
+        return self.decoded(spec.buffer, first, rows, form, name)
+
+    def is_short(self, part: Part) -> bool:
+        """Return whether an item is sums that travel in fewer bits than they have in memory."""
+        return any(isinstance(field.wire, SumColumns) for field in self.formats[part].fields)
+
+
+After = Callable[[], None]
+
+
+class _Group:
+    """Partials of operands of one arena: side by side, so that a kernel call can add to several.
+
+    Each has its place there once: from when it is first added to until it leaves.
+    """
+
+    def __init__(self, items: Sequence[Item], sizes: Sequence[int]):
+        self.items = tuple(items)
+        self.sizes = tuple(sizes)
+        self.starts = dict(zip(items, accumulate(sizes, initial=0), strict=False))
+        self.whole: tuple[Ref, ...] = ()
+
+
+class _Partials:
+    """The partials of one pass of one rank.
+
+    Args:
+        layouts: of the query and the KV shards, as tiles read them.
+    """
+
+    def __init__(
+        self,
+        code: CodeWriter,
+        packing: _PackedRows,
+        payload: Payload,
+        layouts: tuple[Layout, Layout],
+    ):
+        self._code, self._packing, self._payload = code, packing, payload
+        self._sizes = tuple(layout.sizes for layout in layouts)
+        self._acc = accumulator(payload.dtype)
+        self._here: dict[Item, tuple[Ref, ...]] = {}
+        self._group_of: dict[Item, _Group] = {}
+        self._unused: set[Item] = set()  # of a group, of which nothing is here yet
+
+    def _size(self, item: Item) -> int:
+        """Rows of its shard."""
+        return self._sizes[item.side][item.shard]
+
+    def __contains__(self, item: Item) -> bool:
+        """Return whether something of a partial is here."""
+        return item in self._here
+
+    def put(self, item: Item, tensors: tuple[Ref, ...]) -> None:
+        """Take tensors as a partial."""
+        self._here[item] = tensors
+
+    def taken(self, item: Item) -> tuple[Ref, ...]:
+        """A partial that leaves: what is added later makes a new one."""
+        tensors = self.made(item)
+        self._here.pop(item, None)
+        group = self._group_of.get(item)
+        if group is not None:
+            group.starts.pop(item, None)
+        return tensors
+
+    def fields_of(self, side: Side) -> list[tuple[str, tuple[int, ...], float]]:
+        """Return the tensors of a partial: name, heads and width, and the value that each has at
+        first.
+        """
+        payload, heads = self._payload, self._payload.heads(side)
+        columns = self.columns_of(side)
+        if columns is not None:
+            return [("sums", (heads, columns.num_columns), 0.0)]
+        if payload.backward:
+            return [(f"d{name}", (heads, width), 0.0) for name, width in payload.inputs(side)]
+        statistics = ("lse", "largest") if payload.max_logit else ("lse",)
+        out = "out", (heads, payload.v_head_dim), 0.0
+        return [out, *((name, (heads,), -np.inf) for name in statistics)]
+
+    def columns_of(self, side: Side) -> SumColumns | None:
+        """The columns of a side's partials if they are binned sums."""
+        return self._payload.sums(side) if self._payload.canonical else None
+
+    def new(self, item: Item, home: Home = Home.WORKSPACE) -> tuple[Ref, ...]:
+        """Tensors for a partial, of any content."""
+        dtype = self._payload.partial_dtype
+        return tuple(
+            self._code.new(
+                f"{item}.{name}", (self._size(item), self._code.batch, *inner), dtype, home
+            )
+            for name, inner, _ in self.fields_of(item.side)
+        )
+
+    def _fill(self, item: Item, refs: Sequence[Ref]) -> None:
+        fields = self.fields_of(item.side)
+        for ref, (_, _, value) in zip(refs, fields, strict=True):
+            self._code.add(Fill(ref, value))
+
+    def made(self, item: Item) -> tuple[Ref, ...]:
+        """A partial to be added to."""
+        if item not in self._here:
+            if item in self._unused:
+                self._enter_group(item, blank=True)
+            else:
+                self._here[item] = self.new(item)
+                self._fill(item, self._here[item])
+        return self._here[item]
+
+    def _enter_group(self, item: Item, *, blank: bool) -> None:
+        """Give a partial its place beside the others of its group."""
+        group = self._group_of[item]
+        self._unused.discard(item)
+        if not group.whole:
+            rows = sum(group.sizes)
+            names = ", ".join(map(str, group.items))
+            group.whole = tuple(
+                self._code.new(
+                    f"{names}.{name}",
+                    (rows, self._code.batch, *inner),
+                    self._payload.partial_dtype,
+                    part_rows=group.sizes,
+                )
+                for name, inner, _ in self.fields_of(item.side)
+            )
+            if blank:
+                self._fill(item, group.whole)
+        start = group.starts[item]
+        at = start, start + self._size(item)
+        self._here[item] = tuple(self._code.rows(x, at) for x in group.whole)
+
+    def result(
+        self,
+        side: Side,
+        parts: Sequence[RowSelection[np.ndarray]],
+        heads: slice | None,
+        rows: int,
+        expanded: Sequence[Ref] = (),
+    ) -> tuple[Result, After]:
+        """Return where a kernel call's results of a side go, and what is to be done with them after
+        it.
+
+        A kernel itself adds to neighbouring rows of partials. Results that are the first of all
+        rows of a partial become it. All others are put aside, and merged.
+
+        Args:
+            expanded: keys and values that were made of latents, whose gradients are pulled back.
+        """
+        found = None if expanded or heads is not None else self._direct(parts)
+        if found is not None:
+            return found, _nothing
+        inner = [shape for _, shape, _ in self.fields_of(side)]
+        names = [name for name, _, _ in self.fields_of(side)]
+        if expanded:
+            names, inner = ["dk", "dv"], [self._code.shape(x)[2:] for x in expanded]
+        elif heads is not None:
+            inner = [(heads.stop - heads.start, *shape[1:]) for shape in inner]
+        aside = tuple(
+            self._code.new(f"{name} of a call", (rows, self._code.batch, *shape), self._acc)
+            for name, shape in zip(names, inner, strict=True)
+        )
+        return Result(aside, adds=False), lambda: self._merge_aside(parts, aside, heads, expanded)
+
+    def _direct(self, parts: Sequence[RowSelection[np.ndarray]]) -> Result | None:
+        """Partials, or neighbouring rows of some, to which a kernel can add or which it writes."""
+        if len(parts) > 1:
+            return self._beside(parts)
+        _, item, in_call, _, local = parts[0]
+        if in_call is not None or isinstance(local, np.ndarray):
+            return None
+        if local is None and item not in self._here and item not in self._unused:
+            self._here[item] = self.new(item)
+            return Result(self._here[item], adds=False)
+        made = self.made(item)
+        return Result(
+            made if local is None else tuple(self._code.rows(x, local) for x in made), True
+        )
+
+    def _beside(self, parts: Sequence[RowSelection[np.ndarray]]) -> Result | None:
+        """Partials of several shards that lie side by side as their operands do."""
+        group = self._group_of.get(parts[0].item)
+        if group is None or any(self._group_of.get(part.item) is not group for part in parts):
+            return None
+        sizes = [self._size(part.item) for part in parts]
+        starts = [group.starts.get(part.item) for part in parts]
+        whole = [part._replace(shard=i, block=part.local) for i, part in enumerate(parts)]
+        rows = span(whole, sizes, starts)
+        if rows is None:
+            return None
+        first = not group.whole and rows[1] - rows[0] == sum(group.sizes)
+        for part in parts:
+            if part.item not in self._here:
+                self._enter_group(part.item, blank=not first)
+        return Result(tuple(self._code.rows(x, rows) for x in group.whole), not first)
+
+    def _merge_aside(
+        self,
+        parts: Sequence[RowSelection[np.ndarray]],
+        aside: tuple[Ref, ...],
+        heads: slice | None,
+        expanded: Sequence[Ref],
+    ) -> None:
+        """Add results of a call to the partials that its rows belong to."""
+        if expanded:
+            dk, dv = aside
+            (inner,) = [shape for _, shape, _ in self.fields_of(Side.KV)]
+            shape = self._code.shape(dk)[0], self._code.batch, *inner
+            pulled = self._code.new("dlatent of a call", shape, self._acc, Home.MADE)
+            self._code.add(Pull(dk, dv, pulled))
+            aside, heads = (pulled,), None
+        if heads is None and not expanded and self._fills(parts):
+            self._write_aside(parts, aside)
+            return
+        for part in parts:
+            sources = tuple(self._code.picked(x, part.call) for x in aside)
+            free = part.item not in self._here and part.item not in self._unused
+            if free and part.local is None and heads is None and not expanded:
+                self._here[part.item] = sources
+                continue
+            targets = self.made(part.item)
+            if heads is not None:
+                targets = tuple(self._code.rows(x, None, heads) for x in targets)
+            self._merge(sources, targets, part.local)
+
+    def _fills(self, parts: Sequence[RowSelection[np.ndarray]]) -> bool:
+        """Return whether a call's results are the first of a partial, and of all its rows, in
+        ranges.
+        """
+        (item, *others) = {part.item for part in parts}
+        if others or item in self._here or item in self._unused:
+            return False
+        if not all(is_range(part.call) and is_range(part.local) for part in parts):
+            return False
+        # Rows of a call are rows of different tokens, so as many as there are means all of them.
+        return sum(num_rows(part.local, self._size(item)) for part in parts) == self._size(item)
+
+    def _write_aside(
+        self, parts: Sequence[RowSelection[np.ndarray]], aside: tuple[Ref, ...]
+    ) -> None:
+        """Put a call's results in the order of the partial that they are."""
+        item = parts[0].item
+        targets = self._here[item] = self.new(item)
+        for part in parts:
+            for source, target in zip(aside, targets, strict=True):
+                mine = self._code.picked(source, part.call)
+                self._code.add(Copy(mine, self._code.picked(target, part.local)))
+
+    def _merge(
+        self, sources: tuple[Ref, ...], targets: tuple[Ref, ...], rows: slice | np.ndarray | None
+    ) -> None:
+        by_lse = not self._payload.backward
+        if not isinstance(rows, np.ndarray):
+            mine = targets if rows is None else tuple(self._code.rows(x, rows) for x in targets)
+            self._code.add(Merge(sources, mine, by_lse))
+            return
+        scratch: tuple[Ref, ...] = ()
+        if by_lse:
+            scratch = tuple(
+                self._code.new(
+                    "rows to merge", (len(rows), *self._code.shape(x)[1:]), self._code.dtype(x)
+                )
+                for x in targets
+            )
+        self._code.add(Merge(sources, targets, by_lse, Table.of(rows), scratch))
+
+    def merge_arrived(self, transfer: Transfer, values: Sequence[Ref], adds: bool) -> None:
+        """Add what has arrived to what is here, or copy it if that is nothing."""
+        item, rows = transfer.item, transfer.rows
+        short = self._packing.is_short(item[:2])
+        if not adds and rows is None and item not in self._unused:
+            self._here[item] = self.new(item)
+            fields = self._packing.formats[item[:2]].fields
+            for source, target, field in zip(values, self._here[item], fields, strict=True):
+                copied = Decode(source, target, field) if short else Copy(source, target)
+                self._code.add(copied)
+            return
+        totals = self.made(item)
+        for mine, here in packed_ranges(rows or ((0, self._size(item)),)):
+            sources = [self._code.rows(x, here) for x in values]
+            targets = [self._code.rows(x, mine) for x in totals]
+            by_lse = not self._payload.backward and not self._payload.canonical
+            columns = self.columns_of(item.side)
+            ends = tuple(sources), tuple(targets)
+            self._code.add(Merge(*ends, by_lse, columns=columns, short=short))
+
+    def add_group(self, items: Sequence[Item]) -> None:
+        """Keep partials of these operands side by side."""
+        partials = [item._replace(role=Role.PARTIAL) for item in items]
+        if not self._payload.fields(items[0].side, Role.PARTIAL):
+            return
+        group = _Group(partials, [self._size(item) for item in partials])
+        self._group_of.update(dict.fromkeys(partials, group))
+        self._unused.update(partials)
+
+
+def _nothing() -> None:
+    return
+
+
 class _Generator:
+    """Writes the code of one rank's pass, operation by operation."""
+
     def __init__(
         self,
         resolved: ResolvedPass,
@@ -228,30 +635,25 @@ class _Generator:
         latent = payload.wires.latent is not None
         # A latent is of all heads: every group has the whole.
         self._carried = groups._replace(num_kv_heads=1) if latent else groups
-        self._formats = {
-            (side, role): payload.row_format(side, role) for side in Side for role in Role
-        }
-        self._exchange_bytes = {part: self._longest(part) for part in self._formats}
+        self._code = CodeWriter(call.batch)
+        self._packing = _PackedRows(self._code, payload)
+        self._exchange_bytes = {part: self._longest(part) for part in self._packing.formats}
         self._program, self._by_head = self._lowered(pruned, latent)
         if self._by_head:
             q_layout, kv_layout = map(as_one_shard, self._layouts)
             self._tile_layouts = q_layout, kv_layout
         else:
             self._tile_layouts = layouts
+        self._partials = _Partials(self._code, self._packing, payload, self._tile_layouts)
         self._table = TileCalls(self._tile_layouts, mask, groups, traits.cut)
         self._known_calls = _known_calls(pruned, rank, self._table)
         self._keeps = call.keep and not payload.backward
         self._known_pairs = _known_pairs(pruned, rank, self._table)
         self._acc = accumulator(payload.dtype)
-        self._buffers: list[Buffer] = []
-        self._tensors: list[TensorSpec] = []
-        self._ops: list[Op] = []
         self._lines: list[Line] = []
-        self._given: dict[str, int] = {}
         self._contiguous: dict[str, None] = {}
         self._kept: list[KeptBuffer] = []
         self._operands: dict[Item, Held] = {}
-        self._partials: dict[Item, tuple[Ref, ...]] = {}
         self._results: dict[Item, dict[str, Ref]] = {}
         self._arrived: dict[Transfer, tuple[Ref, ...]] = {}
         self._left: set[Transfer] = set()
@@ -260,8 +662,6 @@ class _Generator:
         self._packed: dict[Item, Ref] = {}
         self._leaving: dict[tuple[Item, Rows | None], Ref] = {}
         self._saved_fields: dict[Item, Callable[[], dict[str, Ref]]] = {}
-        self._group_of: dict[Item, _Group] = {}
-        self._unused: set[Item] = set()
         self._arena_of: dict[Item, _Arena] = {}
         self._taken_in: dict[int, list[tuple[Ref, Ref]]] = {}
         self._arriving_wires: dict[Transfer, Ref] = {}
@@ -282,7 +682,7 @@ class _Generator:
     def _longest(self, part: tuple[Side, Role]) -> int:
         """Bytes of a part's item of the longest shard: the same on all ranks."""
         rows = max(self._layouts[part[0]].sizes, default=0)
-        return self._batch * rows * self._formats[part].num_bytes
+        return self._batch * rows * self._packing.formats[part].num_bytes
 
     def _lowered(self, plan: Plan, latent: bool) -> tuple[Program, dict[Role, HeadExchange]]:
         """The program, and how teams exchange heads by whole buffers, if they do."""
@@ -297,7 +697,7 @@ class _Generator:
             self._rank,
             node_size=traits.node_size,
             ahead=ahead,
-            carries=frozenset(part for part, row in self._formats.items() if row.fields),
+            carries=frozenset(part for part, row in self._packing.formats.items() if row.fields),
             exchanges=exchanges,
         )
         found: dict[Role, HeadExchange] = {}
@@ -320,10 +720,11 @@ class _Generator:
             self._program, self._payload, packs_alone=alone, by_head=bool(self._by_head)
         )
         for operation in listed:
-            before = len(self._ops)
+            before = len(self._code.ops)
             self._emit(operation)
-            self._lines.append(Line(str(operation), len(self._ops) - before))
-        tensors, buffers, ops = tuple(self._tensors), tuple(self._buffers), tuple(self._ops)
+            self._lines.append(Line(str(operation), len(self._code.ops) - before))
+        code = self._code
+        tensors, buffers, ops = tuple(code.tensors), tuple(code.buffers), tuple(code.ops)
         departs = Departures(self._traits.sends_in_flight, not self._traits.receives_ahead)
         offsets, num_bytes = placed(tensors, buffers, ops, departs)
         return Code(
@@ -358,66 +759,11 @@ class _Generator:
             case Unpack(transfer):
                 self._unpack(transfer)
             case MergeArrived(transfer, adds):
-                self._merge_arrived(transfer, adds)
+                self._partials.merge_arrived(transfer, self._arrived.pop(transfer), adds)
             case AttendTile(tile):
                 self._attend_tile(tile)
             case Collect(side):
                 self._collect(side)
-
-    # Tensors and buffers
-
-    def _buffer(self, name: str, num_bytes: int, home: Home, part_rows: Sequence[int] = ()) -> int:
-        self._buffers.append(Buffer(name, num_bytes, home, tuple(part_rows)))
-        return len(self._buffers) - 1
-
-    def _tensor(self, spec: TensorSpec) -> Ref:
-        self._tensors.append(spec)
-        return Ref(len(self._tensors) - 1)
-
-    def _new(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: str,
-        home: Home = Home.WORKSPACE,
-        part_rows: Sequence[int] = (),
-    ) -> Ref:
-        """A tensor in a buffer of its own."""
-        num_bytes = prod(shape) * item_bytes(dtype)
-        buffer = self._buffer(name, num_bytes, home, part_rows)
-        strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
-        return self._tensor(TensorSpec(name, buffer, 0, tuple(shape), tuple(strides), dtype))
-
-    def _given_tensor(self, name: str, rows: int, heads: int, width: int, dtype: str) -> Ref:
-        """A tensor of the call."""
-        if name not in self._given:
-            shape = (rows, self._batch, heads, *([] if name in STATISTICS else [width]))
-            buffer = self._buffer(name, 0, Home.GIVEN)
-            self._given[name] = self._tensor(TensorSpec(name, buffer, 0, shape, (), dtype)).tensor
-        return Ref(self._given[name])
-
-    def _shape(self, ref: Ref) -> tuple[int, ...]:
-        return ref_shape(self._tensors[ref.tensor], ref)
-
-    def _dtype(self, ref: Ref) -> str:
-        return self._tensors[ref.tensor].dtype
-
-    def _rows(
-        self, ref: Ref, rows: slice | tuple[int, int] | None, heads: slice | None = None
-    ) -> Ref:
-        """Rows, and heads, of what a reference means."""
-        if rows is not None:
-            start, stop, step = (*rows, 1) if isinstance(rows, tuple) else _plain(rows)
-            if ref.rows is not None:
-                first, _, by = ref.rows
-                start, stop, step = first + start * by, first + stop * by, step * by
-            whole = (0, self._tensors[ref.tensor].shape[0], 1)
-            here = None if (start, stop, step) == whole else (start, stop, step)
-            ref = Ref(ref.tensor, here, ref.heads)
-        if heads is not None:
-            first = 0 if ref.heads is None else ref.heads[0]
-            ref = Ref(ref.tensor, ref.rows, (first + heads.start, first + heads.stop))
-        return ref
 
     # What is here from the start
 
@@ -434,16 +780,16 @@ class _Generator:
                 width = dict(self._payload.inputs(side)).get(name, self._payload.v_head_dim)
                 dtype = self._acc if name in STATISTICS else self._payload.dtype
                 if name == "delta":
-                    whole[name] = self._new(name, (rows, self._batch, heads_of[side]), dtype)
+                    whole[name] = self._code.new(name, (rows, self._batch, heads_of[side]), dtype)
                 else:
-                    whole[name] = self._given_tensor(name, rows, heads_of[side], width, dtype)
+                    whole[name] = self._code.given(name, rows, heads_of[side], width, dtype)
             self._own.append(whole)
             if self._by_head:
                 continue
             for (shard, at), group in product(self._held[side], range(self._groups.groups)):
                 heads = self._carried.slice(side, group) if self._groups.groups > 1 else None
                 rows_at = at if self._plan.cuts else None
-                fields = {name: self._rows(x, rows_at, heads) for name, x in whole.items()}
+                fields = {name: self._code.rows(x, rows_at, heads) for name, x in whole.items()}
                 item, local = operand(side, shard, group), ((0, at[1] - at[0]),)
                 arena = self._arena_of.get(item)
                 place = None if arena is None else (arena, arena.starts[item])
@@ -461,23 +807,15 @@ class _Generator:
             rows = [self._arriving_rows(item) for item in items]
             starts = dict(zip(items, accumulate(rows, initial=0), strict=False))
             wire, fields = None, {}
-            if self._formats[part].fields:
+            if self._packing.formats[part].fields:
                 home = Home.KEPT if self._keeps else Home.WORKSPACE
-                wire = self._wire(f"{side.name.lower()}s", sum(rows), part, home, rows)
-                fields = self._fields_at(wire, 0, sum(rows), part, f"{side.name.lower()}s")
+                wire = self._packing.wire(f"{side.name.lower()}s", sum(rows), part, home, rows)
+                fields = self._packing.fields_at(wire, 0, sum(rows), part, f"{side.name.lower()}s")
             arena = _Arena(items, starts, fields, wire)
             self._arena_of.update(dict.fromkeys(items, arena))
-            self._add_group(items)
+            self._partials.add_group(items)
             if wire is not None and self._keeps:
                 self._keep(wire, [(item, starts[item]) for item in items], arena=True)
-
-    def _add_group(self, items: Sequence[Item]) -> None:
-        partials = [item._replace(role=Role.PARTIAL) for item in items]
-        if not self._payload.fields(items[0].side, Role.PARTIAL):
-            return
-        group = _Group(partials, [self._size(item) for item in partials])
-        self._group_of.update(dict.fromkeys(partials, group))
-        self._unused.update(partials)
 
     def _arriving_rows(self, item: Item) -> int:
         return count(self._forward_received().get(item), self._size(item))
@@ -499,7 +837,7 @@ class _Generator:
 
     def _keep(self, wire: Ref, starts: Iterable[tuple[Item, int]], *, arena: bool) -> None:
         """Note what of a buffer arrives, and is to be found again by the backward pass."""
-        buffer = self._tensors[wire.tensor].buffer
+        buffer = self._code.tensors[wire.tensor].buffer
         items: list[tuple[Item, int, tuple[tuple[int, int], ...]]] = []
         for item, start in starts:
             if item in self._received:
@@ -514,20 +852,20 @@ class _Generator:
         for number, kept in enumerate(forward.kept):
             side = kept.items[0][0].side
             buffer = forward.buffers[kept.buffer]
-            place = self._buffer(f"kept{number}", buffer.num_bytes, Home.SAVED)
+            place = self._code.buffer(f"kept{number}", buffer.num_bytes, Home.SAVED)
             if self._by_head:
                 self._find_saved_heads(place, before)
                 continue
             row, heads = before.row_format(side, Role.OPERAND), before.heads(side)
             total = buffer.num_bytes // max(1, self._batch * row.num_bytes)
             if row.in_place:
-                fields = self._typed(place, 0, total, (row, heads), f"kept{number}")
+                fields = self._packing.typed(place, 0, total, (row, heads), f"kept{number}")
                 arena = self._arena_of.get(kept.items[0][0]) if kept.arena else None
                 if arena is not None:
                     arena.fields.update(fields)
                 for item, start, rows in kept.items:
                     part = (start, start + count_rows(rows))
-                    mine = {name: self._rows(x, part) for name, x in fields.items()}
+                    mine = {name: self._code.rows(x, part) for name, x in fields.items()}
                     self._saved_fields[item] = lambda mine=mine: mine
                     at = None if arena is None else (arena, start)
                     self._operands[item] = Held(rows, {}, None, at)
@@ -545,7 +883,7 @@ class _Generator:
 
         def fields() -> dict[str, Ref]:
             if not found:
-                found.update(self._decoded(*spot, form, str(item)))
+                found.update(self._packing.decoded(*spot, form, str(item)))
             return found
 
         return fields
@@ -560,209 +898,90 @@ class _Generator:
 
     # Messages
 
-    def _wire(
-        self,
-        name: str,
-        rows: int,
-        part: tuple[Side, Role],
-        home: Home = Home.WORKSPACE,
-        part_rows: Sequence[int] = (),
-    ) -> Ref:
-        """A buffer of so many rows as they travel."""
-        shape = rows, self._batch, self._formats[part].num_bytes
-        return self._new(f"{name}.bytes", shape, "uint8", home, part_rows)
-
-    def _fields_at(
-        self, wire: Ref, first: int, rows: int, part: tuple[Side, Role], name: str
-    ) -> dict[str, Ref]:
-        """The tensors that rows of a buffer are, where they can be used as they lie."""
-        spec = self._tensors[wire.tensor]
-        row_bytes = self._batch * self._formats[part].num_bytes
-        start = spec.start + (first + (wire.rows[0] if wire.rows else 0)) * row_bytes
-        form = self._formats[part], self._payload.heads(part[0])
-        return self._typed(spec.buffer, start, rows, form, name)
-
-    def _typed(
-        self, buffer: int, start: int, rows: int, form: tuple[RowFormat, int], name: str
-    ) -> dict[str, Ref]:
-        """The fields of packed rows that begin at a byte of a buffer."""
-        row, heads = form
-        fields: dict[str, Ref] = {}
-        for field, column in zip(row.fields, row.starts, strict=True):
-            size = item_bytes(field.dtype)
-            step = row.num_bytes // size
-            inner, strides = (
-                ((heads,), (1,))
-                if field.name in STATISTICS
-                else ((heads, field.width), (field.width, 1))
-            )
-            shape = rows, self._batch, *inner
-            steps = self._batch * step, step, *strides
-            spec = TensorSpec(
-                f"{name}.{field.name}", buffer, start + column, shape, steps, field.dtype
-            )
-            fields[field.name] = self._tensor(spec)
-        return fields
-
-    def _columns(
-        self, buffer: int, start: int, rows: int, form: tuple[RowFormat, int], name: str
-    ) -> list[Ref]:
-        """The bytes of each field of packed rows: uint8 [rows, batch, n]."""
-        row, heads = form
-        strides = self._batch * row.num_bytes, row.num_bytes, 1
-        return [
-            self._tensor(
-                TensorSpec(
-                    f"{name}.{field.name}.bytes",
-                    buffer,
-                    start + column,
-                    (rows, self._batch, heads * field.row_bytes),
-                    strides,
-                    "uint8",
-                )
-            )
-            for field, column in zip(row.fields, row.starts, strict=True)
-        ]
-
-    def _decoded(
-        self, buffer: int, first: int, rows: int, form: tuple[RowFormat, int], name: str
-    ) -> dict[str, Ref]:
-        """Rows of a buffer that cannot be used as they lie, as tensors of their own."""
-        row, heads = form
-        start = first * self._batch * row.num_bytes
-        fields: dict[str, Ref] = {}
-        columns = self._columns(buffer, start, rows, form, name)
-        for field, source in zip(row.fields, columns, strict=True):
-            inner = (heads,) if field.name in STATISTICS else (heads, field.width)
-            shape = rows, self._batch, *inner
-            target = self._new(f"{name}.{field.name}", shape, field.dtype)
-            self._ops.append(Decode(source, target, field))
-            fields[field.name] = target
-        return fields
-
-    def _write(
-        self, sources: Sequence[Ref], wire: Ref, part: tuple[Side, Role], of: tuple[Item, int]
-    ) -> None:
-        """Copy tensors into packed rows, encoded where the format says so.
-
-        Args:
-            of: whose rows these are, and who encodes them.
-        """
-        row, rows = self._formats[part], self._shape(wire)[0]
-        spec, form = self._tensors[wire.tensor], (row, self._payload.heads(part[0]))
-        name = spec.name.removesuffix(".bytes")
-        first = (wire.rows[0] if wire.rows else 0) * self._batch * row.num_bytes + spec.start
-        if row.in_place:
-            targets = self._typed(spec.buffer, first, rows, form, name)
-            for source, target in zip(sources, targets.values(), strict=True):
-                self._ops.append(Copy(source, target))
-            return
-        columns = self._columns(spec.buffer, first, rows, form, name)
-        for source, target, field in zip(sources, columns, row.fields, strict=True):
-            self._ops.append(Encode(source, target, field, of))
-
     def _join(self, item: Item) -> None:
         arena, held, part = self._arena_of[item], self._operands[item], item[:2]
         assert arena.wire is not None
         start = arena.starts[item]
-        wire = self._rows(arena.wire, (start, start + self._size(item)))
-        moved = self._fields_at(arena.wire, start, self._size(item), part, str(item))
+        wire = self._code.rows(arena.wire, (start, start + self._size(item)))
+        moved = self._packing.fields_at(arena.wire, start, self._size(item), part, str(item))
         for name, target in moved.items():
-            self._ops.append(Copy(held.fields[name], target))
+            self._code.add(Copy(held.fields[name], target))
         fields = {**held.fields, **moved}
         self._operands[item] = Held(held.rows, fields, wire, (arena, start))
 
     def _pack(self, pack: Pack) -> None:
         item, part = pack.item, pack.item[:2]
-        names = [field.name for field in self._formats[part].fields]
+        names = [field.name for field in self._packing.formats[part].fields]
         if item.role is Role.PARTIAL:
             self._leave(pack)
         elif item.role is Role.RESULT:
-            wire = self._wire(str(item), self._size(item), part)
+            wire = self._packing.wire(str(item), self._size(item), part)
             home = partial(item.side, item.shard, item.heads)
             if self._payload.canonical:
                 self._finish_into(wire, item)
             else:
-                self._write(self._made(home), wire, part, (item, self._rank))
+                self._packing.write(self._partials.made(home), wire, part, (item, self._rank))
             self._packed[item] = wire
             if self._rank in self._plan.owners[item.side][item.shard]:
-                self._results[home] = self._read(wire, part, str(item))
+                self._results[home] = self._packing.read(wire, part, str(item))
         elif pack.rows is not None:
             held = self._operands[item]
-            wire = self._wire(f"{item} to send", count_rows(pack.rows), part)
+            wire = self._packing.wire(f"{item} to send", count_rows(pack.rows), part)
             source, target = held.wire, wire
             if source is None:  # a single tensor of the call
                 source = held.fields[names[0]]
-                target = self._fields_at(wire, 0, count_rows(pack.rows), part, str(item))[names[0]]
-            self._copy_pieces(source, held_ranges(held.rows, pack.rows), target)
+                rows = count_rows(pack.rows)
+                target = self._packing.fields_at(wire, 0, rows, part, str(item))[names[0]]
+            self._code.copy_pieces(source, held_ranges(held.rows, pack.rows), target)
             self._leaving[item, pack.rows] = wire
         else:
             held = self._operands[item]
-            wire = self._wire(str(item), self._size(item), part)
-            self._write([held.fields[name] for name in names], wire, part, (item, 0))
+            wire = self._packing.wire(str(item), self._size(item), part)
+            self._packing.write([held.fields[name] for name in names], wire, part, (item, 0))
             self._operands[item] = held._replace(wire=wire)
 
     def _finish_into(self, wire: Ref, result: Item) -> None:
         """Finish a partial, and write the result as it travels."""
         side, _, shard, heads = result
-        (sums,) = self._made(partial(side, shard, heads))
-        row, rows, part = self._formats[result[:2]], self._size(result), result[:2]
+        (sums,) = self._partials.made(partial(side, shard, heads))
+        row, rows, part = self._packing.formats[result[:2]], self._size(result), result[:2]
         if row.in_place:
-            targets = list(self._fields_at(wire, 0, rows, part, str(result)).values())
+            targets = list(self._packing.fields_at(wire, 0, rows, part, str(result)).values())
         else:
-            shape = (*self._shape(sums)[:3],)
+            shape = (*self._code.shape(sums)[:3],)
             targets = [
-                self._new(
+                self._code.new(
                     f"{result}.{field.name}",
                     shape if field.name in STATISTICS else (*shape, field.width),
                     field.dtype,
                 )
                 for field in row.fields
             ]
-        columns, home = self._columns_of(side), self._plan.home(side, shard)
+        columns, home = self._partials.columns_of(side), self._plan.home(side, shard)
         assert columns is not None, "sums are finished"
         first = self._carried.slice(side, heads).start
-        self._ops.append(Finish(sums, tuple(targets), columns, first, home))
+        self._code.add(Finish(sums, tuple(targets), columns, first, home))
         if not row.in_place:
-            self._write(targets, wire, part, (result, self._rank))
-
-    def _copy_pieces(self, source: Ref, ranges: Sequence[tuple[int, int]], target: Ref) -> None:
-        for rows, here in _packed(ranges):
-            self._ops.append(Copy(self._rows(source, rows), self._rows(target, here)))
-
-    def _read(self, wire: Ref, part: tuple[Side, Role], name: str) -> dict[str, Ref]:
-        """The tensors that packed rows are, decoded where they must be."""
-        rows = self._shape(wire)[0]
-        if self._formats[part].in_place:
-            return self._fields_at(wire, 0, rows, part, name)
-        first = wire.rows[0] if wire.rows else 0
-        spec = self._tensors[wire.tensor]
-        assert spec.start == 0, "packed rows of such a format have a buffer of their own"
-        form = self._formats[part], self._payload.heads(part[0])
-        return self._decoded(spec.buffer, first, rows, form, name)
+            self._packing.write(targets, wire, part, (result, self._rank))
 
     def _leave(self, pack: Pack) -> None:
         """Write a partial, which moves on, as bytes."""
         item, part = pack.item, pack.item[:2]
-        tensors = self._made(item)
-        self._partials.pop(item, None)
-        group = self._group_of.get(item)
-        if group is not None:
-            group.starts.pop(item, None)
+        tensors = self._partials.taken(item)
         rows = self._size(item) if pack.rows is None else count_rows(pack.rows)
-        wire = self._wire(f"{item} to send", rows, part)
+        wire = self._packing.wire(f"{item} to send", rows, part)
         ranges = pack.rows or ((0, self._size(item)),)
-        if self._formats[part].in_place or len(ranges) == 1:
-            for mine, here in _packed(ranges):
-                pieces = [self._rows(x, mine) for x in tensors]
-                self._write(pieces, self._rows(wire, here), part, (item, self._rank))
+        if self._packing.formats[part].in_place or len(ranges) == 1:
+            for mine, here in packed_ranges(ranges):
+                pieces = [self._code.rows(x, mine) for x in tensors]
+                self._packing.write(pieces, self._code.rows(wire, here), part, (item, self._rank))
         else:
             joined: list[Ref] = []
             for x in tensors:
-                shape = rows, *self._shape(x)[1:]
-                joined.append(self._new(f"{item} joined", shape, self._dtype(x)))
-                self._copy_pieces(x, ranges, joined[-1])
-            self._write(joined, wire, part, (item, self._rank))
+                shape = rows, *self._code.shape(x)[1:]
+                joined.append(self._code.new(f"{item} joined", shape, self._code.dtype(x)))
+                self._code.copy_pieces(x, ranges, joined[-1])
+            self._packing.write(joined, wire, part, (item, self._rank))
         self._leaving[item, pack.rows] = wire
 
     def _launch(self, launch: Launch) -> None:
@@ -782,7 +1001,7 @@ class _Generator:
         apart: tuple[tuple[int, ...], ...] = ()
         if self._traits.receives_ahead and len(recvs) > 1:
             apart = self._apart(arriving)
-        self._ops.append(Post(handle, lane, leaving, arriving, arrivals, apart))
+        self._code.add(Post(handle, lane, leaving, arriving, arrivals, apart))
 
     def _apart(self, recvs: Sequence[Bytes]) -> tuple[tuple[int, ...], ...]:
         """Receives by what is posted, and awaited, by itself: small ones of a rank together."""
@@ -791,7 +1010,7 @@ class _Generator:
             by_peer.setdefault(received.peer, []).append(index)
         groups: list[tuple[int, ...]] = []
         for indices in by_peer.values():
-            sizes = [prod(self._shape(recvs[index].ref)) for index in indices]
+            sizes = [prod(self._code.shape(recvs[index].ref)) for index in indices]
             if shares_message(sizes):
                 groups.append(tuple(indices))
             else:
@@ -813,13 +1032,13 @@ class _Generator:
         held = self._operands[item]
         wire = held.wire
         if wire is None:  # a single tensor of the call, whose rows lie side by side
-            (field,) = self._formats[item[:2]].fields
+            (field,) = self._packing.formats[item[:2]].fields
             wire = held.fields[field.name]
-            self._contiguous[self._tensors[wire.tensor].name] = None
+            self._contiguous[self._code.tensors[wire.tensor].name] = None
         if rows is None:
             return wire
         (only,) = held_ranges(held.rows, rows)
-        return wire if only == (0, count_rows(held.rows)) else self._rows(wire, only)
+        return wire if only == (0, count_rows(held.rows)) else self._code.rows(wire, only)
 
     def _room(self, handle: int, index: int, transfer: Transfer) -> Ref:
         """Return the bytes into which a transfer is received."""
@@ -828,12 +1047,12 @@ class _Generator:
         arena = self._arena_of.get(item)
         if arena is not None and arena.wire is not None:
             start = arena.starts[item]
-            room = self._rows(arena.wire, (start, start + num_rows))
+            room = self._code.rows(arena.wire, (start, start + num_rows))
         else:
             keeps = self._keeps and item.role is Role.OPERAND
             home = Home.KEPT if keeps else Home.WORKSPACE
             name = f"{item} from {transfer.src}"
-            room = self._wire(name, num_rows, item[:2], home)
+            room = self._packing.wire(name, num_rows, item[:2], home)
             if keeps:
                 self._keep(room, [(item, 0)], arena=False)
         self._rooms[handle, index] = room
@@ -848,7 +1067,7 @@ class _Generator:
         leaving, parts = self._in_turn("leaving", [(one.dst, ref) for one, ref in sent])
         arriving, places = self._in_turn("arriving", [(one.src, ref) for one, ref in rooms])
         for source, target in parts:
-            self._ops.append(Copy(source, target))
+            self._code.add(Copy(source, target))
         self._taken_in[handle] = [(place, room) for room, place in places]
         sizes = (
             self._bytes_by_rank([(one.dst, ref) for one, ref in sent], team.ranks),
@@ -858,33 +1077,30 @@ class _Generator:
         named = recvs or sends
         label = f"step {step}, {named[0].item}" if named else "an exchange of a team"
         whole = TeamBytes(leaving, arriving, sizes, team, most, label)
-        self._ops.append(Post(handle, 0, (), (), arrivals, (), whole))
+        self._code.add(Post(handle, 0, (), (), arrivals, (), whole))
 
     def _in_turn(
         self, name: str, messages: Sequence[tuple[int, Ref]]
     ) -> tuple[Ref, list[tuple[Ref, Ref]]]:
         """A buffer for messages in order of their peers, and the place of each in it."""
-        total = sum(self._num_bytes(ref) for _, ref in messages)
-        whole = self._new(name, (total, 1, 1), "uint8")
-        buffer, offset = self._tensors[whole.tensor].buffer, 0
+        total = sum(self._code.num_bytes(ref) for _, ref in messages)
+        whole = self._code.new(name, (total, 1, 1), "uint8")
+        buffer, offset = self._code.tensors[whole.tensor].buffer, 0
         places: list[tuple[Ref, Ref]] = []
         for _, ref in sorted(messages, key=lambda message: message[0]):
-            rows, batch = self._shape(ref)[:2]
-            row_bytes = self._num_bytes(ref) // max(1, rows * batch)
+            rows, batch = self._code.shape(ref)[:2]
+            row_bytes = self._code.num_bytes(ref) // max(1, rows * batch)
             strides = batch * row_bytes, row_bytes, 1
             shape = rows, batch, row_bytes
-            place = self._tensor(TensorSpec(name, buffer, offset, shape, strides, "uint8"))
+            place = self._code.tensor(TensorSpec(name, buffer, offset, shape, strides, "uint8"))
             places.append((ref, place))
-            offset += self._num_bytes(ref)
+            offset += self._code.num_bytes(ref)
         return whole, places
-
-    def _num_bytes(self, ref: Ref) -> int:
-        return prod(self._shape(ref)) * item_bytes(self._dtype(ref))
 
     def _bytes_by_rank(self, messages: Sequence[tuple[int, Ref]], ranks: range) -> tuple[int, ...]:
         sizes = dict.fromkeys(ranks, 0)
         for peer, ref in messages:
-            sizes[peer] += self._num_bytes(ref)
+            sizes[peer] += self._code.num_bytes(ref)
         return tuple(sizes.values())
 
     def _await(self, arrived: Await) -> None:
@@ -895,40 +1111,38 @@ class _Generator:
             return
         self._left = {*left}
         rooms = [self._rooms[handle, index] for index in indices]
-        self._ops.append(Wait(handle, numbers, tuple(rooms)))
+        self._code.add(Wait(handle, numbers, tuple(rooms)))
         for place, room in self._taken_in.pop(handle, ()):
-            self._ops.append(Copy(place, room))
+            self._code.add(Copy(place, room))
         for transfer, room in zip(transfers, rooms, strict=True):
             item, part = transfer.item, transfer.item[:2]
             if item.role is Role.RESULT:
                 home = partial(item.side, item.shard, item.heads)
                 self._packed[item] = room
-                self._results[home] = self._read(room, part, str(item))
+                self._results[home] = self._packing.read(room, part, str(item))
                 continue
             self._arriving_wires[transfer] = room
-            if self._formats[part].in_place:
-                fields = self._fields_at(room, 0, self._shape(room)[0], part, str(item))
+            if self._packing.formats[part].in_place:
+                fields = self._packing.fields_at(
+                    room, 0, self._code.shape(room)[0], part, str(item)
+                )
                 self._take_in(transfer, fields)
 
     def _unpack(self, transfer: Transfer) -> None:
         room, part = self._arriving_wires[transfer], transfer.item[:2]
-        if self._is_short(part) and transfer not in self._left:  # added as they arrive
-            form = self._formats[part], self._payload.heads(part[0])
-            spec, rows = self._tensors[room.tensor], self._shape(room)[0]
-            arrived = self._columns(spec.buffer, spec.start, rows, form, str(transfer.item))
+        if self._packing.is_short(part) and transfer not in self._left:  # added as they arrive
+            form = self._packing.formats[part], self._payload.heads(part[0])
+            spec, rows = self._code.tensors[room.tensor], self._code.shape(room)[0]
+            arrived = self._packing.columns(spec.buffer, spec.start, rows, form, str(transfer.item))
             self._arrived[transfer] = tuple(arrived)
             return
-        self._take_in(transfer, self._read(room, part, str(transfer.item)))
-
-    def _is_short(self, part: tuple[Side, Role]) -> bool:
-        """Return whether an item is sums that travel in fewer bits than they have in memory."""
-        return any(isinstance(field.wire, SumColumns) for field in self._formats[part].fields)
+        self._take_in(transfer, self._packing.read(room, part, str(transfer.item)))
 
     def _take_in(self, transfer: Transfer, fields: dict[str, Ref]) -> None:
         item, _, _, rows = transfer
         if item.role is Role.PARTIAL:
             if transfer in self._left:
-                self._partials[item] = tuple(fields.values())
+                self._partials.put(item, tuple(fields.values()))
             else:
                 self._arrived[transfer] = tuple(fields.values())
             return
@@ -940,98 +1154,14 @@ class _Generator:
         wire = self._arriving_wires[transfer]
         self._operands[item] = Held(held, {**known, **fields}, wire, place)
 
-    # Partial results
-
-    def _merge_arrived(self, transfer: Transfer, adds: bool) -> None:
-        item, rows = transfer.item, transfer.rows
-        values, short = self._arrived.pop(transfer), self._is_short(item[:2])
-        if not adds and rows is None and item not in self._unused:
-            self._partials[item] = self._new_partial(item)
-            fields = self._formats[item[:2]].fields
-            for source, target, field in zip(values, self._partials[item], fields, strict=True):
-                copied = Decode(source, target, field) if short else Copy(source, target)
-                self._ops.append(copied)
-            return
-        totals = self._made(item)
-        for mine, here in _packed(rows or ((0, self._size(item)),)):
-            sources = [self._rows(x, here) for x in values]
-            targets = [self._rows(x, mine) for x in totals]
-            by_lse = not self._payload.backward and not self._payload.canonical
-            columns = self._columns_of(item.side)
-            ends = tuple(sources), tuple(targets)
-            self._ops.append(Merge(*ends, by_lse, columns=columns, short=short))
-
-    def _fields_of_partial(self, side: Side) -> list[tuple[str, tuple[int, ...], float]]:
-        """Return the tensors of a partial: name, heads and width, and the value that each has at
-        first.
-        """
-        payload, heads = self._payload, self._payload.heads(side)
-        columns = self._columns_of(side)
-        if columns is not None:
-            return [("sums", (heads, columns.num_columns), 0.0)]
-        if payload.backward:
-            return [(f"d{name}", (heads, width), 0.0) for name, width in payload.inputs(side)]
-        statistics = ("lse", "largest") if payload.max_logit else ("lse",)
-        out = "out", (heads, payload.v_head_dim), 0.0
-        return [out, *((name, (heads,), -np.inf) for name in statistics)]
-
-    def _columns_of(self, side: Side) -> SumColumns | None:
-        """The columns of a side's partials if they are binned sums."""
-        return self._payload.sums(side) if self._payload.canonical else None
-
-    def _new_partial(self, item: Item, home: Home = Home.WORKSPACE) -> tuple[Ref, ...]:
-        """Tensors for a partial, of any content."""
-        dtype = self._payload.partial_dtype
-        return tuple(
-            self._new(f"{item}.{name}", (self._size(item), self._batch, *inner), dtype, home)
-            for name, inner, _ in self._fields_of_partial(item.side)
-        )
-
-    def _fill(self, item: Item, refs: Sequence[Ref]) -> None:
-        fields = self._fields_of_partial(item.side)
-        for ref, (_, _, value) in zip(refs, fields, strict=True):
-            self._ops.append(Fill(ref, value))
-
-    def _made(self, item: Item) -> tuple[Ref, ...]:
-        """A partial to be added to."""
-        if item not in self._partials:
-            if item in self._unused:
-                self._enter_group(item, blank=True)
-            else:
-                self._partials[item] = self._new_partial(item)
-                self._fill(item, self._partials[item])
-        return self._partials[item]
-
-    def _enter_group(self, item: Item, *, blank: bool) -> None:
-        """Give a partial its place beside the others of its group."""
-        group = self._group_of[item]
-        self._unused.discard(item)
-        if not group.whole:
-            rows = sum(group.sizes)
-            names = ", ".join(map(str, group.items))
-            group.whole = tuple(
-                self._new(
-                    f"{names}.{name}",
-                    (rows, self._batch, *inner),
-                    self._payload.partial_dtype,
-                    part_rows=group.sizes,
-                )
-                for name, inner, _ in self._fields_of_partial(item.side)
-            )
-            if blank:
-                self._fill(item, group.whole)
-        start = group.starts[item]
-        at = start, start + self._size(item)
-        self._partials[item] = tuple(self._rows(x, at) for x in group.whole)
-
     # Tiles
 
     def _attend_tile(self, tile: Tile) -> None:
         heads = tile.heads
         if self._call.asks:
             item = partial(Side.Q, tile.q[0], heads)
-            self._partials[item] = self._new_partial(item, Home.MADE)
-            self._ops.append(Ask(self._partials[item]))
+            self._partials.put(item, self._partials.new(item, Home.MADE))
+            self._code.add(Ask(self._partials.made(item)))
             return
         if self._payload.canonical:
             for shards in product(tile.q, tile.kv):
@@ -1063,20 +1193,20 @@ class _Generator:
             first = self._groups.slice(Side.Q, tile.heads).start
             first += 0 if q_heads is None else q_heads.start
             operands = (
-                self._rows(q.fields["q"], None, q_heads),
-                *(self._rows(kv.fields[name], None, kv_heads) for name in ("k", "v")),
-                *(self._rows(q.fields[name], None, q_heads) for name in names),
+                self._code.rows(q.fields["q"], None, q_heads),
+                *(self._code.rows(kv.fields[name], None, kv_heads) for name in ("k", "v")),
+                *(self._code.rows(q.fields[name], None, q_heads) for name in names),
             )
             sums: list[Ref] = []
             columns: list[SumColumns] = []
             for item, heads in zip(items[: 1 + backward], (q_heads, kv_heads), strict=False):
-                (made,) = self._made(partial(*item[:1], *item[2:]))
-                sums.append(self._rows(made, None, heads))
-                of_side = self._columns_of(item.side)
+                (made,) = self._partials.made(partial(*item[:1], *item[2:]))
+                sums.append(self._code.rows(made, None, heads))
+                of_side = self._partials.columns_of(item.side)
                 assert of_side is not None
                 columns.append(of_side)
             arguments = pairs, operands, tuple(sums), tuple(columns), first
-            self._ops.append(AttendLeaves(*arguments))
+            self._code.add(AttendLeaves(*arguments))
 
     def _leaf_pairs(self, tile: Tile, q_rows: Rows, kv_rows: Rows) -> Iterator[LeafPairs]:
         """The pairs of leaves of a tile of two shards, for each mask of its heads."""
@@ -1113,15 +1243,15 @@ class _Generator:
             keys = self._expanded(parts, kv, places)
         else:
             keys = tuple(self._gathered(kv, k_parts, ("k", "v"), kv_heads))
-        rows = self._shape(queries)[0], self._shape(keys[0])[0]
-        first, after_q = self._result(Side.Q, q_parts, q_heads, rows[0])
+        rows = self._code.shape(queries)[0], self._code.shape(keys[0])[0]
+        first, after_q = self._partials.result(Side.Q, q_parts, q_heads, rows[0])
         results, after = (first,), [after_q]
         if backward:
             pulled = keys if latent else ()
-            second, after_k = self._result(Side.KV, k_parts, kv_heads, rows[1], pulled)
+            second, after_k = self._partials.result(Side.KV, k_parts, kv_heads, rows[1], pulled)
             results, after = (first, second), [after_q, after_k]
         kernel_places = places if self._call.places else None
-        self._ops.append(Attend(call, (queries, *keys, *rest), results, kernel_places))
+        self._code.add(Attend(call, (queries, *keys, *rest), results, kernel_places))
         for merge in after:
             merge()
 
@@ -1136,13 +1266,13 @@ class _Generator:
         first = blocks[parts[0].shard]
         beside = self._side_by_side(blocks, parts)
         if len(parts) == 1:
-            found = [self._picked(first.fields[name], parts[0].block) for name in names]
+            found = [self._code.picked(first.fields[name], parts[0].block) for name in names]
         elif beside is not None and first.arena is not None:
             fields = first.arena[0].fields
-            found = [self._rows(fields[name], beside) for name in names]
+            found = [self._code.rows(fields[name], beside) for name in names]
         else:
             found = [self._joined(blocks, parts, name) for name in names]
-        return found if heads is None else [self._rows(x, None, heads) for x in found]
+        return found if heads is None else [self._code.rows(x, None, heads) for x in found]
 
     def _side_by_side(
         self, blocks: Sequence[Held], parts: Sequence[RowSelection[np.ndarray]]
@@ -1157,37 +1287,29 @@ class _Generator:
         ]
         return span(parts, [count_rows(block.rows) for block in blocks], starts)
 
-    def _picked(self, x: Ref, rows: slice | np.ndarray | None) -> Ref:
-        """The rows that an index selects: a part of the tensor, unless they are a table."""
-        if not isinstance(rows, np.ndarray):
-            return x if rows is None else self._rows(x, rows)
-        name = f"rows of {self._tensors[x.tensor].name}"
-        target = self._new(name, (len(rows), *self._shape(x)[1:]), self._dtype(x))
-        self._ops.append(Copy(x, target, Table.of(rows)))
-        return target
-
     def _joined(
         self, blocks: Sequence[Held], parts: Sequence[RowSelection[np.ndarray]], name: str
     ) -> Ref:
         """Rows of several shards copied together, in the order of the call."""
         sources = [blocks[part.shard].fields[name] for part in parts]
         counts = [
-            num_rows(part.block, self._shape(x)[0]) for part, x in zip(parts, sources, strict=True)
+            num_rows(part.block, self._code.shape(x)[0])
+            for part, x in zip(parts, sources, strict=True)
         ]
-        shape = sum(counts), *self._shape(sources[0])[1:]
-        target = self._new(f"rows of {name}", shape, self._dtype(sources[0]))
+        shape = sum(counts), *self._code.shape(sources[0])[1:]
+        target = self._code.new(f"rows of {name}", shape, self._code.dtype(sources[0]))
         offset = 0
         for part, source, rows in zip(parts, sources, counts, strict=True):
             if isinstance(part.call, np.ndarray):
-                picked = self._picked(source, part.block)
-                self._ops.append(Copy(picked, target, Table.of(part.call), scatters=True))
+                picked = self._code.picked(source, part.block)
+                self._code.add(Copy(picked, target, Table.of(part.call), scatters=True))
                 continue
             place = (offset, offset + rows) if part.call is None else part.call
-            here = self._rows(target, place)
+            here = self._code.rows(target, place)
             if isinstance(part.block, np.ndarray):
-                self._ops.append(Copy(source, here, Table.of(part.block)))
+                self._code.add(Copy(source, here, Table.of(part.block)))
             else:
-                self._ops.append(Copy(self._picked(source, part.block), here))
+                self._code.add(Copy(self._code.picked(source, part.block), here))
             offset += rows
         return target
 
@@ -1221,170 +1343,40 @@ class _Generator:
         """A call's keys and values, made of its latents."""
         assert places is not None
         (latents,) = self._gathered(kv, parts.k, ("latent",), None)
-        payload, rows = self._payload, self._shape(latents)[0]
+        payload, rows = self._payload, self._code.shape(latents)[0]
         heads = places.kv_heads[1] - places.kv_heads[0]
         k, v = (
-            self._new(name, (rows, self._batch, heads, width), payload.dtype, Home.MADE)
+            self._code.new(name, (rows, self._batch, heads, width), payload.dtype, Home.MADE)
             for name, width in (("k", payload.head_dim), ("v", payload.v_head_dim))
         )
         key = ExpandKey(places.k_positions, places.kv_heads)
-        self._ops.append(Expand(latents, k, v, places, key, payload.backward))
+        self._code.add(Expand(latents, k, v, places, key, payload.backward))
         return k, v
-
-    def _result(
-        self,
-        side: Side,
-        parts: Sequence[RowSelection[np.ndarray]],
-        heads: slice | None,
-        rows: int,
-        expanded: Sequence[Ref] = (),
-    ) -> tuple[Result, After]:
-        """Return where a kernel call's results of a side go, and what is to be done with them after
-        it.
-
-        A kernel itself adds to neighbouring rows of partials. Results that are the first of all
-        rows of a partial become it. All others are put aside, and merged.
-
-        Args:
-            expanded: keys and values that were made of latents, whose gradients are pulled back.
-        """
-        found = None if expanded or heads is not None else self._direct(parts)
-        if found is not None:
-            return found, _nothing
-        inner = [shape for _, shape, _ in self._fields_of_partial(side)]
-        names = [name for name, _, _ in self._fields_of_partial(side)]
-        if expanded:
-            names, inner = ["dk", "dv"], [self._shape(x)[2:] for x in expanded]
-        elif heads is not None:
-            inner = [(heads.stop - heads.start, *shape[1:]) for shape in inner]
-        aside = tuple(
-            self._new(f"{name} of a call", (rows, self._batch, *shape), self._acc)
-            for name, shape in zip(names, inner, strict=True)
-        )
-        return Result(aside, adds=False), lambda: self._merge_aside(parts, aside, heads, expanded)
-
-    def _direct(self, parts: Sequence[RowSelection[np.ndarray]]) -> Result | None:
-        """Partials, or neighbouring rows of some, to which a kernel can add or which it writes."""
-        if len(parts) > 1:
-            return self._beside(parts)
-        _, item, in_call, _, local = parts[0]
-        if in_call is not None or isinstance(local, np.ndarray):
-            return None
-        if local is None and item not in self._partials and item not in self._unused:
-            self._partials[item] = self._new_partial(item)
-            return Result(self._partials[item], adds=False)
-        made = self._made(item)
-        return Result(made if local is None else tuple(self._rows(x, local) for x in made), True)
-
-    def _beside(self, parts: Sequence[RowSelection[np.ndarray]]) -> Result | None:
-        """Partials of several shards that lie side by side as their operands do."""
-        group = self._group_of.get(parts[0].item)
-        if group is None or any(self._group_of.get(part.item) is not group for part in parts):
-            return None
-        sizes = [self._size(part.item) for part in parts]
-        starts = [group.starts.get(part.item) for part in parts]
-        whole = [part._replace(shard=i, block=part.local) for i, part in enumerate(parts)]
-        rows = span(whole, sizes, starts)
-        if rows is None:
-            return None
-        first = not group.whole and rows[1] - rows[0] == sum(group.sizes)
-        for part in parts:
-            if part.item not in self._partials:
-                self._enter_group(part.item, blank=not first)
-        return Result(tuple(self._rows(x, rows) for x in group.whole), not first)
-
-    def _merge_aside(
-        self,
-        parts: Sequence[RowSelection[np.ndarray]],
-        aside: tuple[Ref, ...],
-        heads: slice | None,
-        expanded: Sequence[Ref],
-    ) -> None:
-        """Add results of a call to the partials that its rows belong to."""
-        if expanded:
-            dk, dv = aside
-            (inner,) = [shape for _, shape, _ in self._fields_of_partial(Side.KV)]
-            shape = self._shape(dk)[0], self._batch, *inner
-            pulled = self._new("dlatent of a call", shape, self._acc, Home.MADE)
-            self._ops.append(Pull(dk, dv, pulled))
-            aside, heads = (pulled,), None
-        if heads is None and not expanded and self._fills(parts):
-            self._write_aside(parts, aside)
-            return
-        for part in parts:
-            sources = tuple(self._picked(x, part.call) for x in aside)
-            free = part.item not in self._partials and part.item not in self._unused
-            if free and part.local is None and heads is None and not expanded:
-                self._partials[part.item] = sources
-                continue
-            targets = self._made(part.item)
-            if heads is not None:
-                targets = tuple(self._rows(x, None, heads) for x in targets)
-            self._merge(sources, targets, part.local)
-
-    def _fills(self, parts: Sequence[RowSelection[np.ndarray]]) -> bool:
-        """Return whether a call's results are the first of a partial, and of all its rows, in
-        ranges.
-        """
-        (item, *others) = {part.item for part in parts}
-        if others or item in self._partials or item in self._unused:
-            return False
-        if not all(is_range(part.call) and is_range(part.local) for part in parts):
-            return False
-        # Rows of a call are rows of different tokens, so as many as there are means all of them.
-        return sum(num_rows(part.local, self._size(item)) for part in parts) == self._size(item)
-
-    def _write_aside(
-        self, parts: Sequence[RowSelection[np.ndarray]], aside: tuple[Ref, ...]
-    ) -> None:
-        """Put a call's results in the order of the partial that they are."""
-        item = parts[0].item
-        targets = self._partials[item] = self._new_partial(item)
-        for part in parts:
-            for source, target in zip(aside, targets, strict=True):
-                mine = self._picked(source, part.call)
-                self._ops.append(Copy(mine, self._picked(target, part.local)))
-
-    def _merge(
-        self, sources: tuple[Ref, ...], targets: tuple[Ref, ...], rows: slice | np.ndarray | None
-    ) -> None:
-        by_lse = not self._payload.backward
-        if not isinstance(rows, np.ndarray):
-            mine = targets if rows is None else tuple(self._rows(x, rows) for x in targets)
-            self._ops.append(Merge(sources, mine, by_lse))
-            return
-        scratch: tuple[Ref, ...] = ()
-        if by_lse:
-            scratch = tuple(
-                self._new("rows to merge", (len(rows), *self._shape(x)[1:]), self._dtype(x))
-                for x in targets
-            )
-        self._ops.append(Merge(sources, targets, by_lse, Table.of(rows), scratch))
 
     # Beginning and end
 
     def _delta(self) -> None:
         rows, payload = sum(stop - start for _, (start, stop) in self._held[0]), self._payload
-        out = self._given_tensor(
+        out = self._code.given(
             "out", rows, self._groups.num_heads, payload.v_head_dim, payload.dtype
         )
-        product = self._new("out * dout", self._shape(out), self._acc)
+        product = self._code.new("out * dout", self._code.shape(out), self._acc)
         own = self._own[Side.Q]
-        self._ops.append(ComputeDelta(out, own["dout"], product, own["delta"]))
+        self._code.add(ComputeDelta(out, own["dout"], product, own["delta"]))
 
     def _collect(self, side: Side) -> None:
         """Write this rank's finished partials of a side, over its shards and head groups."""
-        fields = self._fields_of_partial(side)
+        fields = self._partials.fields_of(side)
         heads_of = self._carried.num_heads, self._carried.num_kv_heads
         rows = sum(stop - start for _, (start, stop) in self._held[side])
         results: list[Ref] = []
         for name, width in self._payload.results(side):
             dtype = self._acc if name in STATISTICS else self._payload.dtype
-            results.append(self._given_tensor(name, rows, heads_of[side], width, dtype))
+            results.append(self._code.given(name, rows, heads_of[side], width, dtype))
         if self._by_head:
             self._collect_heads(side, results)
             return
-        held, columns = self._held[side], self._columns_of(side)
+        held, columns = self._held[side], self._partials.columns_of(side)
         if len(held) == self._groups.groups == 1 and columns is None:
             self._finish(partial(side, held[0][0]), results, fields)
             return
@@ -1393,28 +1385,28 @@ class _Generator:
             for group in range(self._groups.groups):
                 item, heads = partial(side, shard, group), self._carried.slice(side, group)
                 if columns is not None and item in self._results:
-                    targets = [self._rows(x, at, heads) for x in results]
+                    targets = [self._code.rows(x, at, heads) for x in results]
                     for value, target in zip(self._results[item].values(), targets, strict=True):
-                        self._ops.append(Copy(value, target))
+                        self._code.add(Copy(value, target))
                     continue
                 values = self._final(item)
                 before = sums.setdefault(heads.start, values)
                 if before is not values:  # groups may share a KV head, whose gradients sum
-                    self._ops.append(Merge(values, before, by_lse=False, columns=columns))
+                    self._code.add(Merge(values, before, by_lse=False, columns=columns))
             width = self._carried.slice(side, 0).stop
             for first, values in sums.items():
                 if columns is not None:
-                    targets = [self._rows(x, at, slice(first, first + width)) for x in results]
-                    self._ops.append(Finish(values[0], tuple(targets), columns, first, self._rank))
+                    targets = [self._code.rows(x, at, slice(first, first + width)) for x in results]
+                    self._code.add(Finish(values[0], tuple(targets), columns, first, self._rank))
                     continue
                 for result, value in zip(results, values, strict=True):
-                    target = self._rows(result, at, slice(first, first + width))
-                    self._ops.append(Copy(value, target))
+                    target = self._code.rows(result, at, slice(first, first + width))
+                    self._code.add(Copy(value, target))
 
     def _final(self, item: Item) -> tuple[Ref, ...]:
         """Return the complete result that a partial of this rank has become."""
         result = self._results.get(item)
-        return self._made(item) if result is None else tuple(result.values())
+        return self._partials.made(item) if result is None else tuple(result.values())
 
     def _finish(
         self,
@@ -1424,10 +1416,10 @@ class _Generator:
     ) -> None:
         if item not in self._results and item not in self._partials:
             for result, (_, _, value) in zip(results, fields, strict=True):
-                self._ops.append(Fill(result, value))
+                self._code.add(Fill(result, value))
             return
         for result, value in zip(results, self._final(item), strict=True):
-            self._ops.append(Copy(value, result))
+            self._code.add(Copy(value, result))
 
     # Exchanges of heads by whole buffers
 
@@ -1440,23 +1432,23 @@ class _Generator:
             shape, strides = field.whole if whole else field.by_rank
             start = field.start * item_bytes(field.dtype)
             spec = TensorSpec(f"heads of {field.name}", buffer, start, shape, strides, field.dtype)
-            found.setdefault(field.side, {})[field.name] = self._tensor(spec)
+            found.setdefault(field.side, {})[field.name] = self._code.tensor(spec)
         return found
 
     def _pack_heads(self, role: Role) -> None:
         exchange = self._by_head[role]
-        leaving = self._new("heads to send", (sum(exchange.sizes[0]), 1, 1), "uint8")
-        buffer = self._tensors[leaving.tensor].buffer
+        leaving = self._code.new("heads to send", (sum(exchange.sizes[0]), 1, 1), "uint8")
+        buffer = self._code.tensors[leaving.tensor].buffer
         first = role is Role.OPERAND
         for side, places in self._head_fields(buffer, exchange, whole=not first).items():
             if first:
                 sources = tuple(self._own[side][name] for name in places)
                 shared = exchange.shared[side]
             else:
-                sources, shared = self._made(partial(side, 0, self._rank)), None
+                sources, shared = self._partials.made(partial(side, 0, self._rank)), None
             heads = None if shared is None else Table.of(shared)
             for source, target in zip(sources, places.values(), strict=True):
-                self._ops.append(Copy(source, target, heads=heads))
+                self._code.add(Copy(source, target, heads=heads))
         self._leaving_heads = leaving
 
     def _launch_heads(self, launch: Launch) -> None:
@@ -1466,26 +1458,26 @@ class _Generator:
         exchange = self._by_head[role]
         keeps = self._keeps and role is Role.OPERAND
         home = Home.KEPT if keeps else Home.WORKSPACE
-        arriving = self._new("arriving heads", (sum(exchange.sizes[1]), 1, 1), "uint8", home)
+        arriving = self._code.new("arriving heads", (sum(exchange.sizes[1]), 1, 1), "uint8", home)
         numbers = tuple(self._arrival_number(handle, index) for index in range(len(recvs)))
         self._arriving_heads[role] = arriving
         if keeps:
             rows = [(one.item, 0, ((0, self._size(one.item)),)) for one in recvs]
-            buffer = self._tensors[arriving.tensor].buffer
+            buffer = self._code.tensors[arriving.tensor].buffer
             self._kept.append(KeptBuffer(buffer, tuple(rows), arena=True))
         most = sum(self._exchange_bytes[part] for part in team.parts)
         label = f"step {step}, {(recvs or sends)[0].item}"
         sizes = tuple(exchange.sizes[0]), tuple(exchange.sizes[1])
         whole = TeamBytes(self._leaving_heads, arriving, sizes, team, most, label)
-        self._ops.append(Post(handle, 0, (), (), numbers, (), whole))
+        self._code.add(Post(handle, 0, (), (), numbers, (), whole))
 
     def _await_heads(self, handle: int, numbers: tuple[int, ...], role: Role) -> None:
         arriving = self._arriving_heads[role]
-        self._ops.append(Wait(handle, numbers, (arriving,)))
+        self._code.add(Wait(handle, numbers, (arriving,)))
         if role is not Role.OPERAND or handle in self._heads_here:
             return
         self._heads_here.add(handle)
-        buffer = self._tensors[arriving.tensor].buffer
+        buffer = self._code.tensors[arriving.tensor].buffer
         for side, fields in self._head_fields(buffer, self._by_head[role], whole=True).items():
             item, rows = operand(side, 0, self._rank), self._tile_layouts[side].size(0)
             before = self._operands.get(item)
@@ -1495,31 +1487,13 @@ class _Generator:
     def _collect_heads(self, side: Side, results: Sequence[Ref]) -> None:
         """Read what all ranks computed of this rank's rows."""
         exchange = self._by_head[Role.PARTIAL]
-        buffer = self._tensors[self._arriving_heads[Role.PARTIAL].tensor].buffer
+        buffer = self._code.tensors[self._arriving_heads[Role.PARTIAL].tensor].buffer
         fields = self._head_fields(buffer, exchange, whole=False)[side]
         for source, result in zip(fields.values(), results, strict=True):
             if exchange.shared[side] is None:
-                self._ops.append(Copy(source, result))
+                self._code.add(Copy(source, result))
             else:  # ranks of one KV head, whose gradients sum
-                self._ops.append(SumHeads(source, result))
-
-
-def _packed(
-    ranges: Iterable[tuple[int, int]],
-) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Each range of rows, and where its rows are if all lie one after the other."""
-    offset = 0
-    for start, stop in ranges:
-        yield (start, stop), (offset, offset + stop - start)
-        offset += stop - start
-
-
-def _nothing() -> None:
-    return
-
-
-def _plain(rows: slice) -> tuple[int, int, int]:
-    return rows.start, rows.stop, rows.step or 1
+                self._code.add(SumHeads(source, result))
 
 
 def shares_message(num_bytes: Sequence[int]) -> bool:
