@@ -601,7 +601,7 @@ def extent(spec: TensorSpec, ref: Ref) -> Extent:
 
 
 class CodeWriter:
-    """What has been written of a code.
+    """The tensors, buffers and ops that have been written of a code.
 
     Args:
         batch: sequences that lie side by side in every row.
