@@ -148,6 +148,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--counts", action="store_true")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error(f"--rounds ({options.rounds}) must be at least 2, for quartiles")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
