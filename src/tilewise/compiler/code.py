@@ -412,7 +412,7 @@ class KeptBuffer(NamedTuple):
     arena: bool
 
 
-CODE_FORMAT = 1
+CODE_FORMAT = 2
 """Raised whenever codes that were pickled before mean something else, or nothing."""
 
 
