@@ -60,7 +60,6 @@ def item_bytes(dtype: str) -> int:
 MOST_RANKS = 1 << 17
 """More than any cluster has: a plan of a mistyped number of ranks would take minutes to make."""
 
-
 MOST_NUMBER = (1 << 63) - 1
 """Positions, and whatever else is counted, are numbers of 64 bits."""
 

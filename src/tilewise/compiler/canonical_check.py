@@ -563,6 +563,7 @@ class _PassRank(_Rank):
 
     def _finish(self, op: Finish) -> None:
         specs = [self.code.tensors[ref.tensor] for ref in op.targets]
+        # A tensor of a result that travels is named after it: q1!.out.
         travels = not any(spec.name in self.results for spec in specs)
         names = [spec.name.rpartition(".")[2] if travels else spec.name for spec in specs]
         side = SIDES.get(names[0], Side.Q)

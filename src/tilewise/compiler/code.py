@@ -18,7 +18,7 @@ import numpy as np
 from tilewise.arguments import item_bytes
 from tilewise.compiler.program import Team
 from tilewise.plan.ir import Item
-from tilewise.plan.payload import STATISTICS, Field
+from tilewise.plan.payload import Field, row_shape
 from tilewise.plan.sums import SumColumns
 from tilewise.tiles.calls import KernelCall
 from tilewise.tiles.leaf_pairs import LeafPairs
@@ -645,7 +645,7 @@ class CodeWriter:
     def given(self, name: str, rows: int, heads: int, width: int, dtype: str) -> Ref:
         """A tensor of the call."""
         if name not in self._given:
-            shape = (rows, self.batch, heads, *([] if name in STATISTICS else [width]))
+            shape = rows, self.batch, *row_shape(name, heads, width)
             buffer = self.buffer(name, 0, Home.GIVEN)
             self._given[name] = self.tensor(TensorSpec(name, buffer, 0, shape, (), dtype)).tensor
         return Ref(self._given[name])

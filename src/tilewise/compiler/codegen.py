@@ -49,7 +49,7 @@ from tilewise.compiler.code import (
     packed_ranges,
 )
 from tilewise.compiler.head_exchange import HeadExchange, as_one_shard, head_exchange
-from tilewise.compiler.lowering import lower
+from tilewise.compiler.lowering import Part, lower
 from tilewise.compiler.placement import Departures, placed
 from tilewise.compiler.program import (
     LAUNCHES_IN_FLIGHT,
@@ -76,7 +76,7 @@ from tilewise.layouts.leaves import edges_of_sides
 from tilewise.plan.builder import gc_paused, operand, partial
 from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile, Transfer
 from tilewise.plan.kept import kept_with_plan
-from tilewise.plan.payload import STATISTICS, Payload, RowFormat, accumulator
+from tilewise.plan.payload import STATISTICS, Field, Payload, RowFormat, accumulator, row_shape
 from tilewise.plan.row_ranges import count, count_rows, row_index
 from tilewise.plan.sums import SumColumns
 from tilewise.tiles.call_rows import (
@@ -195,9 +195,6 @@ def _known_pairs(plan: Plan, rank: int, table: TileCalls) -> KnownPairs:
     return {}
 
 
-Part = tuple[Side, Role]
-
-
 class _PackedRows:
     """Writes tensors to packed rows, and reads them, in the code of one pass.
 
@@ -240,12 +237,8 @@ class _PackedRows:
         for field, column in zip(row.fields, row.starts, strict=True):
             size = item_bytes(field.dtype)
             step = row.num_bytes // size
-            inner, strides = (
-                ((heads,), (1,))
-                if field.name in STATISTICS
-                else ((heads, field.width), (field.width, 1))
-            )
-            shape = rows, self._code.batch, *inner
+            strides = (1,) if field.name in STATISTICS else (field.width, 1)
+            shape = rows, self._code.batch, *row_shape(field.name, heads, field.width)
             steps = self._code.batch * step, step, *strides
             spec = TensorSpec(
                 f"{name}.{field.name}", buffer, start + column, shape, steps, field.dtype
@@ -282,12 +275,23 @@ class _PackedRows:
         fields: dict[str, Ref] = {}
         columns = self.columns(buffer, start, rows, form, name)
         for field, source in zip(row.fields, columns, strict=True):
-            inner = (heads,) if field.name in STATISTICS else (heads, field.width)
-            shape = rows, self._code.batch, *inner
-            target = self._code.new(f"{name}.{field.name}", shape, field.dtype)
+            target = self._apart(rows, heads, field, name)
             self._code.add(Decode(source, target, field))
             fields[field.name] = target
         return fields
+
+    def _apart(self, rows: int, heads: int, field: Field, name: str) -> Ref:
+        """A tensor of its own for a field of rows."""
+        shape = rows, self._code.batch, *row_shape(field.name, heads, field.width)
+        return self._code.new(f"{name}.{field.name}", shape, field.dtype)
+
+    def blank(self, wire: Ref, part: Part, name: str) -> list[Ref]:
+        """Tensors to be written: the fields of packed rows, or such as `write` takes later."""
+        row, rows = self.formats[part], self._code.shape(wire)[0]
+        if row.in_place:
+            return list(self.fields_at(wire, 0, rows, part, name).values())
+        heads = self._payload.heads(part[0])
+        return [self._apart(rows, heads, field, name) for field in row.fields]
 
     def write(self, sources: Sequence[Ref], wire: Ref, part: Part, of: tuple[Item, int]) -> None:
         """Copy tensors into packed rows, encoded where the format says so.
@@ -390,11 +394,10 @@ class _Partials:
         columns = self.columns_of(side)
         if columns is not None:
             return [("sums", (heads, columns.num_columns), 0.0)]
-        if payload.backward:
-            return [(f"d{name}", (heads, width), 0.0) for name, width in payload.inputs(side)]
-        statistics = ("lse", "largest") if payload.max_logit else ("lse",)
-        out = "out", (heads, payload.v_head_dim), 0.0
-        return [out, *((name, (heads,), -np.inf) for name in statistics)]
+        return [
+            (name, row_shape(name, heads, width), -np.inf if name in STATISTICS else 0.0)
+            for name, width in payload.results(side)
+        ]
 
     def columns_of(self, side: Side) -> SumColumns | None:
         """The columns of a side's partials if they are binned sums."""
@@ -679,7 +682,7 @@ class _Generator:
             for side, layout in zip(Side, layouts, strict=True)
         ]
 
-    def _longest(self, part: tuple[Side, Role]) -> int:
+    def _longest(self, part: Part) -> int:
         """Bytes of a part's item of the longest shard: the same on all ranks."""
         rows = max(self._layouts[part[0]].sizes, default=0)
         return self._batch * rows * self._packing.formats[part].num_bytes
@@ -944,24 +947,13 @@ class _Generator:
         """Finish a partial, and write the result as it travels."""
         side, _, shard, heads = result
         (sums,) = self._partials.made(partial(side, shard, heads))
-        row, rows, part = self._packing.formats[result[:2]], self._size(result), result[:2]
-        if row.in_place:
-            targets = list(self._packing.fields_at(wire, 0, rows, part, str(result)).values())
-        else:
-            shape = (*self._code.shape(sums)[:3],)
-            targets = [
-                self._code.new(
-                    f"{result}.{field.name}",
-                    shape if field.name in STATISTICS else (*shape, field.width),
-                    field.dtype,
-                )
-                for field in row.fields
-            ]
+        part = result[:2]
+        targets = self._packing.blank(wire, part, str(result))
         columns, home = self._partials.columns_of(side), self._plan.home(side, shard)
         assert columns is not None, "sums are finished"
         first = self._carried.slice(side, heads).start
         self._code.add(Finish(sums, tuple(targets), columns, first, home))
-        if not row.in_place:
+        if not self._packing.formats[part].in_place:
             self._packing.write(targets, wire, part, (result, self._rank))
 
     def _leave(self, pack: Pack) -> None:

@@ -7,6 +7,7 @@ it travels as a result. In the exchange that ends Ulysses these are all partials
 that several groups of heads share: their sum is still to be made.
 """
 
+from collections import Counter
 from functools import partial
 
 from tilewise.plan.ir import (
@@ -99,17 +100,17 @@ def _finished(plan: Plan, sides: Sides, transfer: Transfer) -> Transfer:
 def _complete_arrivals(plan: Plan, rank: int, sides: Sides) -> frozenset[Item]:
     """The partials of this rank's shards of which it computes nothing, and which arrive once."""
     steps = plan.rank_steps(rank)
-    arriving = [transfer for step in steps for transfer in step.recvs]
+    times = Counter(transfer.item for step in steps for transfer in step.recvs)
     found = {
         transfer.item
-        for transfer in arriving
-        if transfer.item.role is Role.PARTIAL
+        for step in steps
+        for transfer in step.recvs
+        if times[transfer.item] == 1
+        and transfer.item.role is Role.PARTIAL
         and transfer.item.side in sides
         and transfer.rows is None
         and plan.owners[transfer.item.side][transfer.item.shard] == (rank,)
     }
-    for item in [item for item in found if sum(one.item == item for one in arriving) > 1]:
-        found.discard(item)
     for step in steps:
         found.difference_update(transfer.item for transfer in step.sends)
         for tile in step.tiles:

@@ -13,7 +13,7 @@ import numpy as np
 
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Role, Side
-from tilewise.plan.payload import STATISTICS, HeadGroups, Payload
+from tilewise.plan.payload import STATISTICS, HeadGroups, Payload, row_shape
 
 
 class ExchangedField(NamedTuple):
@@ -74,7 +74,7 @@ def head_exchange(
     for side, row in formats.items():
         for field, start in zip(row.fields, row.starts, strict=True):
             size, statistic = field.item_bytes, field.name in STATISTICS
-            heads = (payload.heads(side),) if statistic else (payload.heads(side), field.width)
+            heads = row_shape(field.name, payload.heads(side), field.width)
             step, inner = row_bytes // size, (1,) if statistic else (field.width, 1)
             whole = (sum(rows), batch, *heads), (batch * step, step, *inner)
             apart = rows[rank] * batch * step

@@ -123,12 +123,12 @@ def resolve(
     wires = resolved_wires(call, dtype)
     head_groups(num_heads, num_kv_heads, 1)
     layouts = call.layout, kv_layout
-    if canonical and isinstance(call.plan, RankPlan):
-        raise ValueError(
-            f"{call.plan.name} was prepared for reduction='fast', not 'canonical'; take the plan "
-            "that it was prepared from"
-        )
     if canonical:
+        if isinstance(call.plan, RankPlan):
+            raise ValueError(
+                f"{call.plan.name} was prepared for reduction='fast', not 'canonical'; take the "
+                "plan that it was prepared from"
+            )
         layouts = leaf_layouts(call.mask, call.layout, kv_layout, num_heads // num_kv_heads)
     if latent is not None:
         num_kv_heads, v_head_dim = latent.num_kv_heads, latent.v_head_dim

@@ -27,6 +27,11 @@ STATISTICS = ("lse", "delta", "largest")
 """Tensors that have one number a head."""
 
 
+def row_shape(name: str, heads: int, width: int) -> tuple[int, ...]:
+    """The shape of one row of a tensor: statistics have no width."""
+    return (heads,) if name in STATISTICS else (heads, width)
+
+
 class Field(NamedTuple):
     """One tensor of an item: [rows, batch, heads, width] of a dtype.
 
@@ -106,24 +111,16 @@ class Payload(NamedTuple):
             if self.backward and side is Side.Q:
                 fields += [Field("lse", 1, statistic), Field("delta", 1, statistic)]
             return tuple(fields)
-        if self.canonical and role is Role.RESULT:
-            return tuple(
-                Field(name, width, statistic if name in STATISTICS else self.dtype)
-                for name, width in self.results(side)
-            )
-        if self.canonical:
+        if self.canonical and role is Role.PARTIAL:
             columns = self.sums(side)
             if columns is None:
                 return ()
             wire = columns if columns.is_short else None
             return (Field("sums", columns.num_columns, columns.dtype, wire),)
-        if self.backward:
-            return tuple(self._partial("d" + name, width) for name, width in inputs)
-        if side is Side.KV:
-            return ()
-        statistics = ("lse", "largest") if self.max_logit else ("lse",)
-        out = self._partial("out", self.v_head_dim)
-        return out, *(Field(name, 1, statistic) for name in statistics)
+        return tuple(
+            Field(name, width, statistic) if name in STATISTICS else self._result(name, width)
+            for name, width in self.results(side)
+        )
 
     def sums(self, side: Side) -> SumColumns | None:
         """The columns of a side's partials under a canonical reduction; None: it has none.
@@ -166,8 +163,12 @@ class Payload(NamedTuple):
             return (("latent", self.wires.latent.row_width),)
         return ("k", self.head_dim), ("v", self.v_head_dim)
 
-    def _partial(self, name: str, width: int) -> Field:
-        """A Plain one is merged as it arrives, any other is decoded to what it is merged in."""
+    def _result(self, name: str, width: int) -> Field:
+        """A tensor of a partial or a result. A Plain one is merged as it arrives, any other is
+        decoded to what it is merged in; a canonical one is finished.
+        """
+        if self.canonical:
+            return Field(name, width, self.dtype)
         wire = self.wires.partials
         if isinstance(wire, Plain):
             return Field(name, width, wire.dtype or self.dtype)
@@ -215,7 +216,7 @@ class Payload(NamedTuple):
         return self.row_format(item.side, item.role).num_bytes
 
     def least_partial_bytes(self, side: Side) -> int:
-        """Bytes of one token of a partial, or of the result that it may be finished to before."""
+        """The fewest bytes of one token of a partial: it may be finished and travel as a result."""
         return min(self.row_bytes(Item(side, role, 0)) for role in (Role.PARTIAL, Role.RESULT))
 
 
