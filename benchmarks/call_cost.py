@@ -48,7 +48,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def ours(case: BenchCase) -> dict[str, tuple[Attend, Layout]]:
-    """Each strategy where each kind of call is compared once, each call, and none."""
+    """Each strategy where each kind of call is compared once, each call, and none.
+
+    all_gather keeps what it gathered for backward, as its peer does, which takes memory for the
+    keys of all ranks; "replayed" gathers them again, which is our default.
+    """
     n, num_tokens = case.world_size, case.num_tokens
     found = {}
     for name, plan, split in (
@@ -58,6 +62,9 @@ def ours(case: BenchCase) -> dict[str, tuple[Attend, Layout]]:
     ):
         layout = split(num_tokens, n)
         attend = partial(tw.attention, plan=plan, layout=layout, mask=tw.Causal())
+        if name == "all_gather":
+            found["all_gather, replayed"] = attend, layout
+            attend = partial(attend, save="gathered")
         found[name] = attend, layout
         found[f"{name}, each call compared"] = partial(attend, validate="always"), layout
         found[f"{name}, never validated"] = partial(attend, validate="never"), layout
