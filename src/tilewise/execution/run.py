@@ -7,8 +7,9 @@ of the call at the beginning of each pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby, islice
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
@@ -45,6 +46,8 @@ ADOPTING_DEVICES = ("cpu",)
 """Devices on which the first results of a partial stay where the kernel put them."""
 
 Ask: TypeAlias = Callable[[], Sequence[Tensor]]
+Numbered: TypeAlias = dict[int, Any]
+"""The tensors of a pass by number, and what teams exchange."""
 
 
 class Label:
@@ -87,7 +90,7 @@ class Pass:
         self.expanded: Expanded | None = None
 
 
-Step: TypeAlias = Callable[[list[Any], Pass], object]
+Step: TypeAlias = Callable[[Numbered, Pass], object]
 """One op, bound: (tensors by number, the pass)."""
 
 
@@ -116,9 +119,10 @@ class BoundCode:
         self._scores = scores if scores.needs else None
         self._adopts = device.type in ADOPTING_DEVICES
         self._numbers: dict[_Part, int] = {}
-        self._derived: dict[int, list[tuple[int, _Part]]] = {}  # by tensor, other parts of it
+        self._derived: dict[int, list[tuple[int, _View]]] = {}  # by tensor, other parts of it
         self._as_bytes: dict[int, int] = {}
         self._teams: list[_TeamNumbers] = []
+        self._given_teams: list[_TeamNumbers] = []  # of which not all is in the workspace
         self._num_tensors = 0
         self._groups: dict[int, int] = {}  # arrivals by their exchange
         self._num_exchanges = 0
@@ -150,7 +154,7 @@ class BoundCode:
             CALL_CACHE.keep_if_capturing(device, self)  # its tables
         workspace = Workspace() if capturing else self._pool.take()
         bound = workspace.enter(self, code.num_bytes, device, self._bind)
-        tensors: list[Any] = bound.copy()
+        tensors = bound.copy()
         kept = {
             name: torch.empty(num_bytes, dtype=torch.uint8, device=device)
             for name, num_bytes in self._kept
@@ -168,7 +172,7 @@ class BoundCode:
             self._pool.give_back(workspace)
         return [*kept.values()]
 
-    def _take(self, tensors: list[Any], given: dict[str, Tensor]) -> None:
+    def _take(self, tensors: Numbered, given: dict[str, Tensor]) -> None:
         """Set the tensors that are the call's or are kept, and parts of them."""
         for name in self._aligned:
             given[name] = loadable(given[name])
@@ -176,22 +180,20 @@ class BoundCode:
             given[name] = given[name].contiguous()
         numbers, names, shapes = self._given
         views = map(Tensor.view, map(given.__getitem__, names), shapes)
-        for number, x in zip(numbers, views, strict=True):
-            tensors[number] = x
+        tensors.update(zip(numbers, views, strict=True))
         for name, dtype, numbers, shapes, strides, starts in self._stored:
             memory = _numbers_in(given[name], dtype)
             starts = map(memory.storage_offset().__add__, starts)
             views = map(memory.as_strided, shapes, strides, starts)
-            for number, x in zip(numbers, views, strict=True):
-                tensors[number] = x
+            tensors.update(zip(numbers, views, strict=True))
         for number, whole, part in self._parts:
             tensors[number] = part_of(tensors[whole], *part)
         for number, bytes_number in self._as_bytes.items():
             tensors[bytes_number] = as_bytes(tensors[number])
-        if self._teams:
-            self._make_team_messages(tensors)
+        for number, leaving, arriving, rest in self._given_teams:
+            tensors[number] = TeamMessages(tensors[leaving], tensors[arriving], *rest)
 
-    def _run_recorded(self, tensors: list[Any], work: Pass) -> None:
+    def _run_recorded(self, tensors: Numbered, work: Pass) -> None:
         """Run all steps; while an operation runs, a profiler sees a range of its label."""
         steps = iter(self._steps)
         for label, num_ops in self.code.lines:
@@ -221,7 +223,10 @@ class BoundCode:
         if number is None:
             number = self._numbers[part] = self._new_number()
             if ref.tensor in self._made and part != (_whole(ref), None):
-                self._derived.setdefault(self._number(_whole(ref)), []).append((number, part))
+                whole, view = self._number(_whole(ref)), partial(part_of, ref=ref, shape=shape)
+                if shape is not None and ref == _whole(ref):
+                    view = methodcaller("view", shape)
+                self._derived.setdefault(whole, []).append((number, view))
         return number
 
     def _new_number(self) -> int:
@@ -237,9 +242,9 @@ class BoundCode:
             self._as_bytes[number] = self._new_number()
         return self._as_bytes[number]
 
-    def _bind(self, workspace: Tensor) -> list[Any]:
-        """All tensors that lie in a workspace; None for others."""
-        found: list[Any] = [None] * self._num_tensors
+    def _bind(self, workspace: Tensor) -> Numbered:
+        """Tensors that lie in a workspace, and what teams exchange of them."""
+        found: Numbered = {}
         wholes: dict[int, Tensor] = {}
         for part, number in self._numbers.items():
             tensor = part[0].tensor
@@ -250,14 +255,9 @@ class BoundCode:
             if tensor not in wholes:
                 wholes[tensor] = _placed(workspace, self.code.offsets[spec.buffer], spec)
             found[number] = part_of(wholes[tensor], *part)
-        self._make_team_messages(found)
-        return found
-
-    def _make_team_messages(self, t: list[Any]) -> None:
-        """Make what teams exchange of tensors that are there."""
         for number, leaving, arriving, rest in self._teams:
-            if t[number] is None and t[leaving] is not None and t[arriving] is not None:
-                t[number] = TeamMessages(t[leaving], t[arriving], *rest)
+            found[number] = TeamMessages(found[leaving], found[arriving], *rest)
+        return found
 
     def _names_read_by_kernels(self) -> list[str]:
         """Names of the call's tensors that other ops than copies and sums read, and none writes."""
@@ -359,7 +359,7 @@ class BoundCode:
             a = self._number(source, shape if len(shape) > len(own) else None)
             pairs.append((self._number(target, own if len(own) > len(shape) else None), a))
 
-        def step(t: list[Any], _: Pass) -> None:
+        def step(t: Numbered, _: Pass) -> None:
             for b, a in pairs:
                 t[b].copy_(t[a])
 
@@ -382,7 +382,7 @@ class BoundCode:
 
         canonical = self._canonical
 
-        def step(t: list[Any], work: Pass) -> None:
+        def step(t: Numbered, work: Pass) -> None:
             if widens:
                 t[product].copy_(t[out]).mul_(t[dout])
             else:
@@ -404,7 +404,7 @@ class BoundCode:
         written = [number for result, numbers in results if not result.adds for number in numbers]
         if not written:
 
-            def add(t: list[Any], work: Pass) -> None:
+            def add(t: Numbered, work: Pass) -> None:
                 kernel_into = tuple([t[i] for i in into])
                 run(*operands_of(t), call, scale, kernel_into, *extra(work))
 
@@ -413,7 +413,7 @@ class BoundCode:
             return self._adopting(op, results, operands_of)
         blanks = self._blanks(len(written)) if not self.code.backward else [0.0] * len(written)
 
-        def fill_and_add(t: list[Any], work: Pass) -> None:
+        def fill_and_add(t: Numbered, work: Pass) -> None:
             for number, value in zip(written, blanks, strict=True):
                 t[number].fill_(value)
             kernel_into = tuple([t[i] for i in into])
@@ -431,7 +431,7 @@ class BoundCode:
         self,
         op: ops.Attend,
         results: list[tuple[ops.Result, list[int]]],
-        operands_of: Callable[[list[Any]], tuple[Tensor, ...]],
+        operands_of: Callable[[Numbered], tuple[Tensor, ...]],
     ) -> Step:
         """The kernel's own tensors become results that are written; to others they are added."""
         run, extra, call, scale = self._run_kernel, self._extra_arguments(op), op.call, self._scale
@@ -441,28 +441,26 @@ class BoundCode:
             for result, _ in results
             for ref in result.refs
         ]
-        put, derived = self._putting(), self._derived
+        put = self._putting()
 
-        def step(t: list[Any], work: Pass) -> None:
+        def step(t: Numbered, work: Pass) -> None:
             found = run(*operands_of(t), call, scale, None, *extra(work))
             for (number, added), x, dtype in zip(adds, found, dtypes, strict=True):
                 if added:
                     t[number].add_(x)
                     continue
-                t[number] = x if x.dtype is dtype else x.to(dtype)
-                if number in derived:
-                    put(t, number, t[number])
+                put(t, number, x if x.dtype is dtype else x.to(dtype))
 
         return step
 
-    def _putting(self) -> Callable[[list[Any], int, Tensor], None]:
+    def _putting(self) -> Callable[[Numbered, int, Tensor], None]:
         """Writes a tensor that an op has made, and its parts that others read."""
         derived = self._derived
 
-        def put(t: list[Any], number: int, x: Tensor) -> None:
+        def put(t: Numbered, number: int, x: Tensor) -> None:
             t[number] = x
-            for other, part in derived.get(number, ()):
-                t[other] = part_of(x, *part)
+            for other, view in derived.get(number, ()):
+                t[other] = view(x)
 
         return put
 
@@ -490,7 +488,7 @@ class BoundCode:
         operands, sums = ([*map(self._number, refs)] for refs in (op.operands, op.sums))
         call, first, columns = op.call, op.first_head, op.columns
 
-        def step(t: list[Any], work: Pass) -> None:
+        def step(t: Numbered, work: Pass) -> None:
             into = tuple([t[i] for i in sums])
             run(tuple([t[i] for i in operands]), call, work.scores, first, into, columns)
 
@@ -501,7 +499,7 @@ class BoundCode:
         columns, first, backward = op.columns, op.first_head, self.code.backward
         num_heads = self.code.shape(op.sums)[2]
 
-        def step(t: list[Any], work: Pass) -> None:
+        def step(t: Numbered, work: Pass) -> None:
             into = tuple([t[i] for i in targets])
             if backward:
                 finish_gradients(t[sums], columns, into)
@@ -524,13 +522,13 @@ class BoundCode:
         if not op.by_lse:
             if rows is None:
 
-                def add(t: list[Any], _: Pass) -> None:
+                def add(t: Numbered, _: Pass) -> None:
                     for source, target in pairs:
                         t[target].add_(t[source])
 
                 return add
 
-            def add_rows(t: list[Any], _: Pass) -> None:
+            def add_rows(t: Numbered, _: Pass) -> None:
                 for source, target in pairs:
                     total = t[target]
                     total.index_add_(0, rows, t[source].to(total.dtype))
@@ -541,7 +539,7 @@ class BoundCode:
                 tuple([t[i] for i in sources]), tuple([t[i] for i in targets])
             )
 
-        def merge_rows(t: list[Any], _: Pass) -> None:
+        def merge_rows(t: Numbered, _: Pass) -> None:
             mine = tuple([t[i] for i in scratch])
             for target, x in zip(targets, mine, strict=True):
                 torch.index_select(t[target], 0, rows, out=x)
@@ -556,7 +554,7 @@ class BoundCode:
         positions, heads = self._positions(op.places.k_positions), slice(*op.places.kv_heads)
         put = self._putting()
 
-        def step(t: list[Any], work: Pass) -> None:
+        def step(t: Numbered, work: Pass) -> None:
             assert work.expansion is not None
             made = work.expansion.expand(op.key, t[latents], positions, heads, op.learns)
             work.expanded = made
@@ -568,7 +566,7 @@ class BoundCode:
     def _pull(self, dk: int, dv: int, dlatents: int) -> Step:
         put = self._putting()
 
-        def step(t: list[Any], work: Pass) -> None:
+        def step(t: Numbered, work: Pass) -> None:
             assert work.expansion is not None and work.expanded is not None
             put(t, dlatents, work.expansion.pull(work.expanded, t[dk], t[dv]))
 
@@ -577,7 +575,7 @@ class BoundCode:
     def _ask(self, targets: list[int]) -> Step:
         put = self._putting()
 
-        def step(t: list[Any], work: Pass) -> None:
+        def step(t: Numbered, work: Pass) -> None:
             assert work.ask is not None
             for number, x in zip(targets, work.ask(), strict=True):
                 put(t, number, x)
@@ -588,7 +586,7 @@ class BoundCode:
         source, target = self._number(op.source), self._number(op.target)
         num_heads = self.code.shape(op.target)[2]
 
-        def step(t: list[Any], _: Pass) -> None:
+        def step(t: Numbered, _: Pass) -> None:
             x = t[source].unflatten(2, (num_heads, -1))
             x = x.sum(3, dtype=accumulator_dtype(x.dtype))
             t[target].view(x.shape).copy_(x)
@@ -609,7 +607,7 @@ class BoundCode:
         together = self._messages([op.recvs[index] for index in sorted(left)])
         own = self._exchange([op.arrivals[index] for index in sorted(left)])
 
-        def step(t: list[Any], work: Pass) -> None:
+        def step(t: Numbered, work: Pass) -> None:
             exchange, handles = work.transport.exchange, work.handles
             for place, recvs in apart:
                 mine = [Message(t[number], peer, label) for number, peer, label in recvs]
@@ -627,9 +625,10 @@ class BoundCode:
         number, place = self._new_number(), self._exchange(op.arrivals)
         tensors = self._number(team.leaving), self._number(team.arriving)
         rest = team.sizes, team.team.ranks, team.label, team.most_bytes
-        self._teams.append((number, *tensors, rest))
+        placed = self.code.home(team.arriving) is Home.WORKSPACE
+        (self._teams if placed else self._given_teams).append((number, *tensors, rest))
 
-        def step(t: list[Any], work: Pass) -> None:
+        def step(t: Numbered, work: Pass) -> None:
             work.handles[place] = work.transport.exchange_all(t[number])  # pyright: ignore
 
         return step
@@ -654,7 +653,7 @@ class BoundCode:
             (place,) = places
             return lambda _, work: work.handles[place].wait()
 
-        def step(_: list[Any], work: Pass) -> None:
+        def step(_: Numbered, work: Pass) -> None:
             for place in places:
                 work.handles[place].wait()
 
@@ -677,7 +676,7 @@ def _is_plain_copy(op: ops.Op) -> bool:
     return isinstance(op, ops.Copy) and op.rows is None and op.heads is None
 
 
-def _no_step(_: list[Any], __: Pass) -> None:
+def _no_step(_: Numbered, __: Pass) -> None:
     return
 
 
@@ -690,6 +689,7 @@ def _whole(ref: Ref) -> Ref:
     return Ref(ref.tensor)
 
 
+_View: TypeAlias = Callable[[Tensor], Tensor]
 _Part: TypeAlias = tuple[Ref, tuple[int, ...] | None]
 """Rows and heads of a tensor, and the shape in which an op sees them (None: their own)."""
 _TeamNumbers: TypeAlias = tuple[int, int, int, tuple[Any, ...]]

@@ -1,7 +1,7 @@
 """Workspaces: the memory that passes take one after the other, and the tensors bound to it."""
 
 from collections.abc import Callable, Hashable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tilewise.transport.streams import Moment, current_moment, follow
 
-Bind: TypeAlias = Callable[[Tensor], list[Tensor]]
-"""The tensors of a code in a workspace's bytes."""
+Bind: TypeAlias = Callable[[Tensor], dict[int, Any]]
+"""The tensors of a code in a workspace's bytes, by number."""
 
 
 class Workspace:
@@ -18,12 +18,12 @@ class Workspace:
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
-        self._bound: WeakKeyDictionary[Hashable, list[Tensor]] = WeakKeyDictionary()
+        self._bound: WeakKeyDictionary[Hashable, dict[int, Any]] = WeakKeyDictionary()
         self._left: Moment | None = None
 
     def enter(
         self, code: Hashable, num_bytes: int, device: torch.device, bind: Bind
-    ) -> list[Tensor]:
+    ) -> dict[int, Any]:
         """The tensors of a code, for a pass that begins now on the current stream.
 
         Args:

@@ -5,6 +5,7 @@ so only square calls may use it; masks must be floats; backward asks for out whe
 """
 
 from collections.abc import Iterable
+from operator import methodcaller
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from tilewise.tiles.calls import KernelCall, Kind, is_square_causal
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# Between [rows, batch, heads, width] and aten's [batch, heads, rows, width].
+_heads_first, _rows_first = methodcaller("permute", 1, 2, 0, 3), methodcaller("permute", 2, 0, 1, 3)
 
 
 class CpuFlash(AsideKernel):
@@ -34,13 +38,13 @@ class CpuFlash(AsideKernel):
         q, k, v = _widened(q, k, v)
         mask, unseen = _mask_of(call, q.dtype)
         out, lse = _forward(
-            *[x.permute(1, 2, 0, 3) for x in (q, k, v)],
+            *map(_heads_first, (q, k, v)),
             0.0,
             is_square_causal(call),
             attn_mask=mask,
             scale=scores.scale,
         )
-        out, lse = out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
+        out, lse = _rows_first(out), lse.permute(2, 0, 1)
         if unseen is not None:
             out[unseen], lse[unseen] = 0.0, -torch.inf
         return out, lse
@@ -57,14 +61,14 @@ class CpuFlash(AsideKernel):
             lse, delta = lse.masked_fill(nowhere, 0.0), delta.masked_fill(nowhere, 0.0)
         dout, out = _out_for_delta(dout, delta)
         grads = _backward(
-            *[x.permute(1, 2, 0, 3) for x in (dout, q, k, v, out)],
+            *map(_heads_first, (dout, q, k, v, out)),
             lse.permute(1, 2, 0),
             0.0,
             is_square_causal(call),
             attn_mask=mask,
             scale=scores.scale,
         )
-        return [x.permute(2, 0, 1, 3) for x in grads]
+        return map(_rows_first, grads)
 
 
 def _mask_of(call: KernelCall, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
