@@ -109,7 +109,6 @@ class Agreement:
 
     Attributes:
         mark: of the current call, where a message has no tag: the digest.
-        tag: of messages of the current call: some bits of the digest.
     """
 
     def __init__(self) -> None:
@@ -117,6 +116,11 @@ class Agreement:
         self._compared = 0  # the last call that was
         self._recent: dict[int, bytes] = {}  # digests by number of calls
         self._set(_Current(0, bytes(_DIGEST_BYTES), False, _REFUSED, _NONE, None))
+
+    @property
+    def tag(self) -> int:
+        """The tag of messages of the current call: some bits of the digest."""
+        return int.from_bytes(self.mark[:4]) >> (32 - TAG_BITS)
 
     def call(
         self,
@@ -225,7 +229,6 @@ class Agreement:
         self._now, self.mark = current, current.digest
         self._recent[current.number] = current.digest
         self._recent.pop(current.number - _DIGESTS_KEPT, None)
-        self.tag = int.from_bytes(current.digest[:4]) >> (32 - TAG_BITS)
 
     def begin_again(self, number: int, why: str) -> None:
         """Take up a state that is the same on all ranks, after an error that all have heard of.

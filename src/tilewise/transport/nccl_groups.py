@@ -37,10 +37,10 @@ def gloo_group(group: dist.ProcessGroup, team: range | None = None) -> dist.Proc
 
     It is the group itself where all are meant and CPU tensors go over gloo there.
     """
-    size = group.size()
-    ranks, own = team or range(size), CPU if CPU in group._device_types else CUDA
-    if len(ranks) == size and own == CPU:
+    on_cpu = CPU in group._device_types
+    if on_cpu and (team is None or len(team) == group.size()):
         return group
+    ranks, own = team or range(group.size()), CPU if on_cpu else CUDA
     name = f"gloo{ranks.start}-{ranks.stop}"
     known = _remembered(group, name)
     if known is not None:
