@@ -31,6 +31,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import tilewise as tw
+from benchmarks.bare_ulysses import bare_ulysses
 from benchmarks.peers import contenders
 from tilewise.layouts.layout import Layout
 from tilewise.tools.bench.case import BenchCase
@@ -51,7 +52,8 @@ def ours(case: BenchCase) -> dict[str, tuple[Attend, Layout]]:
     """Each strategy where each kind of call is compared once, each call, and none.
 
     all_gather keeps what it gathered for backward, as its peer does, which takes memory for the
-    keys of all ranks; "replayed" gathers them again, which is our default.
+    keys of all ranks; "replayed" gathers them again, which is our default. The floor under Ulysses
+    stands beside it.
     """
     n, num_tokens = case.world_size, case.num_tokens
     found = {}
@@ -68,6 +70,7 @@ def ours(case: BenchCase) -> dict[str, tuple[Attend, Layout]]:
         found[name] = attend, layout
         found[f"{name}, each call compared"] = partial(attend, validate="always"), layout
         found[f"{name}, never validated"] = partial(attend, validate="never"), layout
+    found["bare ulysses"] = bare_ulysses, tw.contiguous(num_tokens, n)
     return found
 
 
