@@ -1,7 +1,8 @@
 """Ulysses written out by hand: what its exchanges, copies and kernel calls take with nothing else.
 
-The floor under any Ulysses over torch's gloo: causal, one sequence, heads that the ranks divide,
-equally many rows each; no check, no mark in what is exchanged, no lse.
+The floor for a Ulysses of torch's public functions over gloo. It is causal, of one sequence, heads
+that the ranks divide and equally many rows each; nothing is checked, exchanges carry no mark, and
+lse stays where it is computed.
 """
 
 from typing import Any
