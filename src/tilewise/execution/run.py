@@ -7,9 +7,8 @@ of the call at the beginning of each pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import groupby, islice
-from operator import itemgetter, methodcaller
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
@@ -20,7 +19,7 @@ from tilewise.compiler import code as ops
 from tilewise.compiler.code import Code, Home, Ref, TensorSpec
 from tilewise.execution.encoding import decode, encode
 from tilewise.execution.expansion import Expanded, Expansion
-from tilewise.execution.workspace import Workspace, WorkspacePool
+from tilewise.execution.workspace import Numbered, Workspace, WorkspacePool
 from tilewise.kernels.call_cache import CALL_CACHE
 from tilewise.kernels.canonical import (
     LeafKernel,
@@ -46,8 +45,6 @@ ADOPTING_DEVICES = ("cpu",)
 """Devices on which the first results of a partial stay where the kernel put them."""
 
 Ask: TypeAlias = Callable[[], Sequence[Tensor]]
-Numbered: TypeAlias = dict[int, Any]
-"""The tensors of a pass by number, and what teams exchange."""
 
 
 class Label:
@@ -119,7 +116,7 @@ class BoundCode:
         self._scores = scores if scores.needs else None
         self._adopts = device.type in ADOPTING_DEVICES
         self._numbers: dict[_Part, int] = {}
-        self._derived: dict[int, list[tuple[int, _View]]] = {}  # by tensor, other parts of it
+        self._derived: dict[int, list[tuple[int, _Part]]] = {}  # by tensor, other parts of it
         self._as_bytes: dict[int, int] = {}
         self._teams: list[_TeamNumbers] = []
         self._given_teams: list[_TeamNumbers] = []  # of which not all is in the workspace
@@ -223,10 +220,7 @@ class BoundCode:
         if number is None:
             number = self._numbers[part] = self._new_number()
             if ref.tensor in self._made and part != (_whole(ref), None):
-                whole, view = self._number(_whole(ref)), partial(part_of, ref=ref, shape=shape)
-                if shape is not None and ref == _whole(ref):
-                    view = methodcaller("view", shape)
-                self._derived.setdefault(whole, []).append((number, view))
+                self._derived.setdefault(self._number(_whole(ref)), []).append((number, part))
         return number
 
     def _new_number(self) -> int:
@@ -441,7 +435,7 @@ class BoundCode:
             for result, _ in results
             for ref in result.refs
         ]
-        put = self._putting()
+        put, derived = self._putting(), self._derived
 
         def step(t: Numbered, work: Pass) -> None:
             found = run(*operands_of(t), call, scale, None, *extra(work))
@@ -449,7 +443,9 @@ class BoundCode:
                 if added:
                     t[number].add_(x)
                     continue
-                put(t, number, x if x.dtype is dtype else x.to(dtype))
+                t[number] = x if x.dtype is dtype else x.to(dtype)
+                if number in derived:
+                    put(t, number, t[number])
 
         return step
 
@@ -459,8 +455,8 @@ class BoundCode:
 
         def put(t: Numbered, number: int, x: Tensor) -> None:
             t[number] = x
-            for other, view in derived.get(number, ()):
-                t[other] = view(x)
+            for other, part in derived.get(number, ()):
+                t[other] = part_of(x, *part)
 
         return put
 
@@ -689,7 +685,6 @@ def _whole(ref: Ref) -> Ref:
     return Ref(ref.tensor)
 
 
-_View: TypeAlias = Callable[[Tensor], Tensor]
 _Part: TypeAlias = tuple[Ref, tuple[int, ...] | None]
 """Rows and heads of a tensor, and the shape in which an op sees them (None: their own)."""
 _TeamNumbers: TypeAlias = tuple[int, int, int, tuple[Any, ...]]

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, get_args
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -53,7 +53,6 @@ from tilewise.wires.wire import Plain, latent_of, wires_of
 
 VAIN_WAITS = LostRankError, DeadlockError
 """Errors that end a wait for ranks, which may be in another call."""
-MODES = get_args(Validate)
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 Results = tuple[Tensor, Tensor, list[Tensor]]
 # torch 2.11 looks up the very class, later ones a base class too.
@@ -82,8 +81,7 @@ def agreed_call(
         return call.resolved, transport
     problem, error = None, None
     try:
-        if type(call.validate) is not str or call.validate not in MODES:
-            of_kind("validate", call.validate, Validate)
+        of_kind("validate", call.validate, Validate)
         problem = resolve_once(q, k, v, call, transport.rank, transport.world_size)
         if problem.canonical:
             _check_canonical(sink, bias, _watched(q, k, v, sink))

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from tilewise.transport.streams import Moment, current_moment, follow
 
-Bind: TypeAlias = Callable[[Tensor], dict[int, Any]]
-"""The tensors of a code in a workspace's bytes, by number."""
+Numbered: TypeAlias = dict[int, Any]
+"""The tensors of a code by number, and what teams exchange of them."""
+Bind: TypeAlias = Callable[[Tensor], Numbered]
+"""Makes those that lie in a workspace's bytes."""
 
 
 class Workspace:
@@ -18,12 +20,10 @@ class Workspace:
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
-        self._bound: WeakKeyDictionary[Hashable, dict[int, Any]] = WeakKeyDictionary()
+        self._bound: WeakKeyDictionary[Hashable, Numbered] = WeakKeyDictionary()
         self._left: Moment | None = None
 
-    def enter(
-        self, code: Hashable, num_bytes: int, device: torch.device, bind: Bind
-    ) -> dict[int, Any]:
+    def enter(self, code: Hashable, num_bytes: int, device: torch.device, bind: Bind) -> Numbered:
         """The tensors of a code, for a pass that begins now on the current stream.
 
         Args:
