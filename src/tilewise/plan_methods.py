@@ -10,10 +10,9 @@ from tilewise.compiler.pruning import prune
 from tilewise.plan.ir import Plan
 from tilewise.plan.json import from_json, to_json
 from tilewise.plan.text import show
-from tilewise.workload import check_canonical, plan_code
+from tilewise.workload import plan_code
 
 Plan.check = check
-Plan.check_canonical = check_canonical
 Plan.pruned = prune
 Plan.program = lower
 Plan.code = plan_code

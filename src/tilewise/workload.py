@@ -21,9 +21,9 @@ from tilewise.arguments import (
     require_known,
     whole_number,
 )
-from tilewise.compiler.canonical_check import check_codes, check_moves
 from tilewise.compiler.code import Code
-from tilewise.compiler.codegen import CallTraits, pass_code
+from tilewise.compiler.codegen import pass_code
+from tilewise.compiler.facts import CallTraits
 from tilewise.compiler.exact_wires import check_exact_wires
 from tilewise.compiler.pruning import everything_needed
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
@@ -366,49 +366,6 @@ def plan_code(plan: Plan, work: Workload, rank: int, backward: bool = False) -> 
 
 
 @checks_arguments
-def check_canonical(
-    plan: Plan,
-    work: Workload,
-    backward_plan: Plan | None = None,
-    *,
-    codes: tuple[Sequence[Code], Sequence[Code]] | None = None,
-) -> None:
-    """Return None if a plan's results have the same bits at any split, gradients too.
-
-        tw.ring(4).check_canonical(work)            # of a workload with reduction="canonical"
-
-    The codes of all ranks are run on terms instead of numbers: each row must have the terms that
-    mask, layout and leaves give it, each once, added in a way that shows no order.
-
-    Args:
-        plan: of both passes, or of the forward pass.
-        backward_plan: None: plan.
-        codes: of all ranks, in order, of the forward and of the backward pass; None: those that
-            `plan.code` gives.
-    Raises:
-        CanonicalError: if some rows depend on the split, as all do with reduction="fast"; .faults
-            says which, and why.
-        ValueError: if plan and workload do not fit each other.
-    """
-    passes = work.resolve(plan, backward_plan)
-    forward, backward = codes or (
-        [_code(passes, rank, is_backward) for rank in range(plan.world_size)]
-        for is_backward in (False, True)
-    )
-    shape = work.call_shape(plan.world_size)
-    check_codes(forward, backward, shape, replicated_queries=plan.replicated_queries)
-    layout, leaves = work.layout_for(plan.world_size).owned, shape.layout
-    there_and_back = work.moves_of_leaves(plan)
-    if there_and_back is not None:
-        for moves, layouts in zip(
-            there_and_back, ((layout, leaves), (leaves, layout)), strict=True
-        ):
-            moved = [
-                row_code(moves, rank, (1, 1, 1), work.dtype) for rank in range(plan.world_size)
-            ]
-            check_moves(moved, layouts)
-
-
 def _code(passes: tuple[ResolvedPass, ResolvedPass], rank: int, backward: bool) -> Code:
     call = CallTraits(keep=passes[1].payload.saved and not backward)
     return pass_code(passes, rank, backward=backward, call=call)

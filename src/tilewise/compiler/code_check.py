@@ -8,12 +8,14 @@ and bytes that change before they have left are found without a tensor.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from tilewise.arguments import item_bytes
-from tilewise.compiler.code import Code, Home, Op, Post, Ref, Wait, extent
+from tilewise.compiler.code import Code, Home, Ref, Refs, extent
+from tilewise.compiler.ops import Op, Post, Wait, reads, writes
 from tilewise.compiler.placement import Departures, arrivals_with_bytes, sends_bytes
 
 
@@ -79,8 +81,8 @@ class _Checker:
         self.meanings: dict[int, np.ndarray | None] = {}
         self.awaited: dict[int, tuple[Ref, ...]] = {}
         self.arriving: set[int] = set()
-        self.under_way: defaultdict[int, deque[Post]] = defaultdict(deque)
-        self.sending: dict[int, Post] = {}
+        self.under_way: defaultdict[int, deque[Post[Refs]]] = defaultdict(deque)
+        self.sending: dict[int, Post[Refs]] = {}
 
     def run(self) -> None:
         for number, op in enumerate(self.code.ops):
@@ -99,10 +101,10 @@ class _Checker:
         if self.awaited:
             raise CodeError(f"receives {sorted(self.awaited)} are never awaited", last)
 
-    def _step(self, op: Op, number: int) -> None:
-        for ref in op.reads:
+    def _step(self, op: Op[Refs], number: int) -> None:
+        for ref in _each(reads(op)):
             self._read(ref, number)
-        for ref in op.writes:
+        for ref in _each(writes(op)):
             self._write(ref, number)
 
     def _places(self, ref: Ref) -> _Bytes | None:
@@ -179,22 +181,22 @@ class _Checker:
             raise CodeError(f"{self.code.named(ref)} is written while a message uses it", number)
         owners[...] = buffer
 
-    def _post(self, post: Post, number: int) -> None:
-        for ref in post.reads:
+    def _post(self, post: Post[Refs], number: int) -> None:
+        for (ref,) in post.leaving:
             self._read(ref, number)
             places = self._places(ref)
             if places is not None:
                 places.busy[...] += 1
-        for ref in post.writes:
+        for (ref,) in post.arriving:
             self._write(ref, number)
             places = self._places(ref)
             if places is not None:
                 places.busy[...] = -1
         if post.team is not None:
-            self.awaited.update(dict.fromkeys(post.arrivals, post.writes))
+            self.awaited.update(dict.fromkeys(post.arrivals, post.arriving[0]))
             return
-        for arrival, ref in zip(post.arrivals, post.writes, strict=True):
-            self.awaited[arrival] = (ref,)
+        for arrival, refs in zip(post.arrivals, post.arriving, strict=True):
+            self.awaited[arrival] = refs
         self.arriving.update(arrivals_with_bytes(self.code.tensors, post))
         if sends_bytes(self.code.tensors, post):
             self.sending[post.handle] = post
@@ -203,7 +205,7 @@ class _Checker:
             if self.departs.in_flight is not None and len(waiting) > self.departs.in_flight:
                 self._left(waiting.popleft())
 
-    def _wait(self, wait: Wait, number: int) -> None:
+    def _wait(self, wait: Wait[Refs], number: int) -> None:
         for arrival in wait.arrivals:
             refs = self.awaited.pop(arrival, None)
             if refs is None:
@@ -216,13 +218,18 @@ class _Checker:
         if self.departs.with_receives and received and wait.handle in self.sending:
             self._left(self.sending[wait.handle])
 
-    def _left(self, post: Post) -> None:
+    def _left(self, post: Post[Refs]) -> None:
         if self.sending.pop(post.handle, None) is None:
             return
-        for ref in post.reads:
+        for (ref,) in post.leaving:
             places = self._places(ref)
             if places is not None:
                 places.busy[...] -= 1
+
+
+def _each(operands: Iterable[Refs]) -> Iterator[Ref]:
+    for refs in operands:
+        yield from refs
 
 
 def _is_result(code: Code, buffer: int) -> bool:

@@ -12,16 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.arguments import item_bytes
-from tilewise.compiler.code import (
-    Buffer,
-    Home,
-    Op,
-    Post,
-    Ref,
-    TensorSpec,
-    Wait,
-    ref_shape,
-)
+from tilewise.compiler.code import Buffer, Home, Ref, Refs, TensorSpec, ref_shape
+from tilewise.compiler.ops import Op, Post, Wait, reads, writes
 
 ALIGNMENT = 256
 """Bytes that every buffer's place in a workspace is a multiple of."""
@@ -56,7 +48,7 @@ class Lifetime(NamedTuple):
 def placed(
     tensors: Sequence[TensorSpec],
     buffers: Sequence[Buffer],
-    ops: Sequence[Op],
+    ops: Sequence[Op[Refs]],
     departs: Departures,
 ) -> tuple[tuple[int, ...], int]:
     """The first byte of each buffer in the workspace (0 for others), and the workspace's bytes."""
@@ -72,7 +64,7 @@ def placed(
 def buffer_spans(
     tensors: Sequence[TensorSpec],
     buffers: Sequence[Buffer],
-    ops: Sequence[Op],
+    ops: Sequence[Op[Refs]],
     departs: Departures,
 ) -> list[list[Lifetime]]:
     """Return for each buffer how long its parts are needed; nothing for buffers outside the
@@ -96,8 +88,9 @@ def buffer_spans(
                 last[part] = moment
 
     for moment, op in enumerate(ops):
-        for ref in (*op.reads, *op.writes, *(op.touched if isinstance(op, Wait) else ())):
-            touch(ref, moment)
+        for refs in (*reads(op), *writes(op), *(op.touched if isinstance(op, Wait) else ())):
+            for ref in refs:
+                touch(ref, moment)
     for moment, ref in _departures(tensors, ops, departs):
         touch(ref, moment)
     spans: list[list[Lifetime]] = [[] for _ in buffers]
@@ -141,11 +134,11 @@ def _parts(spec: TensorSpec, ref: Ref, edges: Sequence[tuple[int, int]]) -> Sequ
 
 
 def _departures(
-    tensors: Sequence[TensorSpec], ops: Sequence[Op], departs: Departures
+    tensors: Sequence[TensorSpec], ops: Sequence[Op[Refs]], departs: Departures
 ) -> Iterator[tuple[int, Ref]]:
     """Yield what is sent, with the op by whose end it has left."""
     last = len(ops) - 1
-    under_way: defaultdict[int, deque[Post]] = defaultdict(deque)
+    under_way: defaultdict[int, deque[Post[Refs]]] = defaultdict(deque)
     left: dict[int, int] = {}
     arriving: set[int] = set()
     for moment, op in enumerate(ops):
@@ -161,19 +154,19 @@ def _departures(
             left.setdefault(op.handle, moment)
     for op in ops:
         if isinstance(op, Post):
-            for ref in op.reads:
+            for (ref,) in op.leaving:
                 yield (last if op.team is not None else left.get(op.handle, last)), ref
 
 
-def sends_bytes(tensors: Sequence[TensorSpec], post: Post) -> bool:
+def sends_bytes(tensors: Sequence[TensorSpec], post: Post[Refs]) -> bool:
     """Return whether the transport sees a launch with sends: it skips empty messages."""
-    return any(0 not in ref_shape(tensors[one.ref.tensor], one.ref) for one in post.sends)
+    return any(0 not in ref_shape(tensors[ref.tensor], ref) for (ref,) in post.leaving)
 
 
-def arrivals_with_bytes(tensors: Sequence[TensorSpec], post: Post) -> list[int]:
+def arrivals_with_bytes(tensors: Sequence[TensorSpec], post: Post[Refs]) -> list[int]:
     """Return the arrivals that the transport waits for: it skips empty messages."""
-    received = zip(post.arrivals, post.recvs, strict=True)
-    return [n for n, one in received if 0 not in ref_shape(tensors[one.ref.tensor], one.ref)]
+    received = zip(post.arrivals, post.arriving, strict=True)
+    return [n for n, (ref,) in received if 0 not in ref_shape(tensors[ref.tensor], ref)]
 
 
 def place(buffers: Sequence[Sequence[Lifetime]]) -> tuple[list[int], int]:

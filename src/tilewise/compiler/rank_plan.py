@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 from tilewise.compiler.code import CODE_FORMAT, Code, check_format
-from tilewise.compiler.codegen import CallTraits, CodeTraits
+from tilewise.compiler.facts import CallTraits, CodeTraits
 from tilewise.plan.ir import Plan, PlanArguments, RankStep
 from tilewise.plan.payload import HeadGroups, Payload
 

@@ -8,22 +8,8 @@ from math import prod
 import numpy as np
 
 from tilewise.arguments import item_bytes, require_range
-from tilewise.compiler.code import (
-    Buffer,
-    Bytes,
-    Code,
-    Copy,
-    Fill,
-    Home,
-    Line,
-    Merge,
-    Op,
-    Post,
-    Ref,
-    Table,
-    TensorSpec,
-    Wait,
-)
+from tilewise.compiler.code import Buffer, Code, Home, Ref, Refs, TensorSpec
+from tilewise.compiler.ops import Copy, Fill, Merge, Message, Op, Post, Table, Wait
 from tilewise.compiler.placement import Departures, placed
 from tilewise.compiler.row_moves import Arriving, RankMoves, RowMoves, Rows
 from tilewise.plan.payload import accumulator
@@ -70,15 +56,13 @@ class _Writer:
         self.num_own, self.num_wanted = moves.layout.size(rank), moves.num_wanted[rank]
         self._tensors: list[TensorSpec] = []
         self._buffers: list[Buffer] = []
-        self._ops: list[Op] = []
-        self._lines: list[Line] = []
+        self._ops: list[Op[Refs]] = []
 
     def code(self, backward: bool, departs: Departures) -> Code:
         tensors, buffers, ops = tuple(self._tensors), tuple(self._buffers), tuple(self._ops)
         offsets, num_bytes = placed(tensors, buffers, ops, departs)
-        lines, n = tuple(self._lines), self.moves.world_size
-        given = self.rank, n, backward, 1, tensors, buffers, ops, lines, offsets, num_bytes
-        return Code(*given, (), ())
+        world = self.rank, self.moves.world_size, backward, 1
+        return Code(*world, tensors, buffers, ops, offsets, num_bytes)
 
     def forward(self, fill: float) -> None:
         x, out = self._given("x", self.num_own), self._given("out", self.num_wanted)
@@ -88,32 +72,31 @@ class _Writer:
             key = sent.source_rows.tobytes()
             if key not in messages:
                 messages[key] = self._message(f"rows for {sent.peer}", sent.num_rows)
-                self._copy(x, messages[key][0], sent.source_rows, np.arange(sent.num_rows))
-                self._line(f"pack rows for rank {sent.peer}")
+                label, rows = f"pack rows for rank {sent.peer}", np.arange(sent.num_rows)
+                self._copy(label, (x, messages[key][0]), (sent.source_rows, rows))
             leaving.append((sent.peer, messages[key][1]))
         arriving = {
             recv.peer: self._message(f"rows of {recv.peer}", recv.num_rows)
             for recv in self.mine.recvs
         }
         self._post(leaving, [(peer, ref) for peer, (_, ref) in arriving.items()])
-        self._copy(x, out, self.mine.own.source_rows, self.mine.own.wanted_rows)
-        self._line("keep own rows")
-        if len(self.mine.filled_rows):
-            self._fill(out, self.mine.filled_rows, fill)
-            self._line("fill rows of no token")
+        own = self.mine.own
+        self._copy("keep own rows", (x, out), (own.source_rows, own.wanted_rows))
+        for (start, _), num_rows in _slices(self.mine.filled_rows, self.mine.filled_rows):
+            part = (_part(out, start, num_rows),)
+            self._ops.append(Fill("fill rows of no token", part, (fill,)))
         for number, recv in enumerate(self.mine.recvs):
             rows, message = arriving[recv.peer]
             self._wait(number, recv.peer, message)
-            self._copy(rows, out, recv.source_rows, recv.wanted_rows)
-            self._line(f"unpack rows of rank {recv.peer}")
+            label = f"unpack rows of rank {recv.peer}"
+            self._copy(label, (rows, out), (recv.source_rows, recv.wanted_rows))
 
     def backward(self) -> None:
         dout, dx = self._given("dout", self.num_wanted), self._given("dx", self.num_own)
         leaving: list[tuple[int, Ref]] = []
         for recv in self.mine.recvs:
             rows, message = self._message(f"gradients for {recv.peer}", recv.num_rows)
-            self._sum_into(rows, dout, recv)
-            self._line(f"pack gradients for rank {recv.peer}")
+            self._sum_into(f"pack gradients for rank {recv.peer}", rows, dout, recv)
             leaving.append((recv.peer, message))
         arriving = {
             sent.peer: self._message(f"gradients of {sent.peer}", sent.num_rows)
@@ -123,17 +106,16 @@ class _Writer:
         total = dx
         if self.mine.sends and accumulator(self.dtype) != self.dtype:
             total = self._memory("sum of gradients", self.num_own, accumulator(self.dtype))
-        self._ops.append(Fill(total, 0.0))
-        self._add(dout, total, self.mine.own.wanted_rows, self.mine.own.source_rows)
-        self._line("keep own gradients")
+        self._ops.append(Fill("keep own gradients", (total,), (0.0,)))
+        own = self.mine.own
+        self._add("keep own gradients", (dout, total), (own.wanted_rows, own.source_rows))
         for number, sent in enumerate(self.mine.sends):
             rows, message = arriving[sent.peer]
             self._wait(number, sent.peer, message)
-            self._add(rows, total, np.arange(sent.num_rows), sent.source_rows)
-            self._line(f"add gradients of rank {sent.peer}")
+            label = f"add gradients of rank {sent.peer}"
+            self._add(label, (rows, total), (np.arange(sent.num_rows), sent.source_rows))
         if total != dx:
-            self._ops.append(Copy(total, dx))
-            self._line("round the sum of gradients")
+            self._ops.append(Copy("round the sum of gradients", (total,), (dx,)))
 
     # Memory
 
@@ -162,65 +144,61 @@ class _Writer:
 
     # Operations
 
-    def _line(self, label: str) -> None:
-        """End an operation of the listing: all ops since the last one are its."""
-        done = sum(line.num_ops for line in self._lines)
-        self._lines.append(Line(label, len(self._ops) - done))
-
     def _post(self, sends: list[tuple[int, Ref]], recvs: list[tuple[int, Ref]]) -> None:
         if sends or recvs:
-            name = self.moves.name
-            leave = tuple(Bytes(ref, peer, 0, f"{name} to {peer}") for peer, ref in sends)
-            arrive = tuple(Bytes(ref, peer, 0, f"{name} of {peer}") for peer, ref in recvs)
-            self._ops.append(Post(0, 0, leave, arrive, tuple(range(len(recvs)))))
-            self._line(f"post {len(sends)} sends, {len(recvs)} receives")
+            name, label = self.moves.name, f"post {len(sends)} sends, {len(recvs)} receives"
+            leaving, arriving = (tuple((ref,) for _, ref in pairs) for pairs in (sends, recvs))
+            to = tuple(Message(peer, 0, f"{name} to {peer}") for peer, _ in sends)
+            of = tuple(Message(peer, 0, f"{name} of {peer}") for peer, _ in recvs)
+            numbers = tuple(range(len(recvs)))
+            self._ops.append(Post(label, 0, 0, leaving, arriving, to, of, numbers))
 
     def _wait(self, number: int, peer: int, message: Ref) -> None:
-        self._ops.append(Wait(0, (number,), (message,)))
-        self._line(f"wait for rank {peer}")
+        self._ops.append(Wait(f"wait for rank {peer}", 0, (number,), ((message,),)))
 
-    def _fill(self, target: Ref, rows: Rows, value: float) -> None:
-        for (start, _), num_rows in _slices(rows, rows):
-            self._ops.append(Fill(_part(target, start, num_rows), value))
-
-    def _copy(self, source: Ref, target: Ref, source_rows: Rows, target_rows: Rows) -> None:
+    def _copy(self, label: str, ends: tuple[Ref, Ref], rows: tuple[Rows, Rows]) -> None:
         """target[target_rows[i]] = source[source_rows[i]]; no target row is named twice."""
-        slices = _slices(source_rows, target_rows)
-        if len(slices) <= MOST_SLICES:
-            for (a, b), num_rows in slices:
-                self._ops.append(Copy(_part(source, a, num_rows), _part(target, b, num_rows)))
-            return
-        chosen = self._chosen(source, source_rows)
-        if _is_all(target_rows, self._num_rows(target)):
-            self._ops.append(Copy(chosen, target))
-        else:
-            self._ops.append(Copy(chosen, target, Table.of(target_rows), scatters=True))
-
-    def _add(self, source: Ref, target: Ref, source_rows: Rows, target_rows: Rows) -> None:
-        """target[target_rows[i]] += source[source_rows[i]]."""
+        (source, target), (source_rows, target_rows) = ends, rows
         slices = _slices(source_rows, target_rows)
         if len(slices) <= MOST_SLICES:
             for (a, b), num_rows in slices:
                 parts = (_part(source, a, num_rows),), (_part(target, b, num_rows),)
-                self._ops.append(Merge(*parts, by_lse=False))
+                self._ops.append(Copy(label, *parts))
             return
-        chosen = self._chosen(source, source_rows)
-        self._ops.append(Merge((chosen,), (target,), False, Table.of(target_rows)))
+        chosen = self._chosen(label, source, source_rows)
+        if _is_all(target_rows, self._num_rows(target)):
+            self._ops.append(Copy(label, (chosen,), (target,)))
+        else:
+            table = Table.of(target_rows)
+            self._ops.append(Copy(label, (chosen,), (target,), table, scatters=True))
 
-    def _sum_into(self, message: Ref, dout: Ref, recv: Arriving) -> None:
+    def _add(self, label: str, ends: tuple[Ref, Ref], rows: tuple[Rows, Rows]) -> None:
+        """target[target_rows[i]] += source[source_rows[i]]."""
+        (source, target), (source_rows, target_rows) = ends, rows
+        slices = _slices(source_rows, target_rows)
+        if len(slices) <= MOST_SLICES:
+            for (a, b), num_rows in slices:
+                parts = (_part(source, a, num_rows),), (_part(target, b, num_rows),)
+                self._ops.append(Merge(label, *parts, by_lse=False))
+            return
+        chosen = self._chosen(label, source, source_rows)
+        self._ops.append(Merge(label, (chosen,), (target,), False, Table.of(target_rows)))
+
+    def _sum_into(self, label: str, message: Ref, dout: Ref, recv: Arriving) -> None:
         """Write a message of gradients: a row that is wanted several times has their sum."""
+        rows = recv.wanted_rows, recv.source_rows
         if len(recv.wanted_rows) == recv.num_rows:
-            self._copy(dout, message, recv.wanted_rows, recv.source_rows)
+            self._copy(label, (dout, message), rows)
             return
-        self._ops.append(Fill(message, 0.0))
-        self._add(dout, message, recv.wanted_rows, recv.source_rows)
+        self._ops.append(Fill(label, (message,), (0.0,)))
+        self._add(label, (dout, message), rows)
 
-    def _chosen(self, source: Ref, rows: Rows) -> Ref:
+    def _chosen(self, label: str, source: Ref, rows: Rows) -> Ref:
         """The rows of a tensor that a table names, in its order."""
         if _is_all(rows, self._num_rows(source)):
             return source
         chosen = self._memory("chosen rows", len(rows), self._tensors[source.tensor].dtype)
-        self._ops.append(Copy(source, chosen, Table.of(rows)))
+        self._ops.append(Copy(label, (source,), (chosen,), Table.of(rows)))
         return chosen
 
     def _num_rows(self, ref: Ref) -> int:

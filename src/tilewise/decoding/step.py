@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.compiler.codegen import CallTraits, pass_code
+from tilewise.compiler.codegen import pass_code
+from tilewise.compiler.facts import CallTraits
 from tilewise.decoding.chunk import num_held
 from tilewise.execution.call import ResolvedCall
 from tilewise.execution.forward_backward import code_traits, empty_results

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from tilewise.arguments import dtype_name
-from tilewise.compiler.code import ExpandKey
+from tilewise.compiler.ops import ExpandKey
 from tilewise.kernels.protocol import accumulator_dtype, loadable
 from tilewise.wires.latent import Latent
 

@@ -8,7 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from tilewise.compiler.codegen import CallTraits, CodeTraits, pass_code
+from tilewise.compiler.codegen import pass_code
+from tilewise.compiler.facts import CallTraits, CodeTraits
 from tilewise.compiler.rank_plan import PassKind, RankPlan
 from tilewise.compiler.row_moves import RowMoves
 from tilewise.execution.call import ResolvedCall
@@ -63,7 +64,7 @@ def forward_pass(
     bound = bound_code(
         problem, transport, given["q"], backward=False, keep=keep and problem.gathered
     )
-    work = Pass(transport, _scores(problem, bias), expansion=problem.expansion, sink=sink)
+    work = Pass(transport, _scores(problem, bias), expansion=problem.expansion)
     kept = _run(problem, bound, given, results, work)
     return out, lse, [*map(_largest, largest), *kept]
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 
 from tilewise.arguments import whole_number
-from tilewise.compiler.codegen import DEFAULT_TRAITS, CallTraits, CodeTraits, pass_code
+from tilewise.compiler.codegen import pass_code
+from tilewise.compiler.facts import DEFAULT_TRAITS, CallTraits, CodeTraits
 from tilewise.compiler.rank_plan import PassKind, PreparedCode, RankPlan
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.kernels.protocol import Kernel, call_style

@@ -7,28 +7,19 @@ of the call at the beginning of each pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby, islice
 from operator import itemgetter
-from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from tilewise.compiler import code as ops
-from tilewise.compiler.code import Code, Home, Ref, TensorSpec
+from tilewise.compiler import ops
+from tilewise.compiler.code import Code, Home, Ref, Refs, TensorSpec
 from tilewise.execution.encoding import decode, encode
 from tilewise.execution.expansion import Expanded, Expansion
 from tilewise.execution.workspace import Numbered, Workspace, WorkspacePool
 from tilewise.kernels.call_cache import CALL_CACHE
-from tilewise.kernels.canonical import (
-    LeafKernel,
-    finish_attention,
-    finish_gradients,
-    merge_columns,
-    merge_short,
-    row_sum,
-)
 from tilewise.kernels.protocol import (
     Kernel,
     Places,
@@ -65,11 +56,10 @@ class Pass:
     Attributes:
         handles: of exchanges under way, by the number that a wait knows them by.
         ask: computes the partial results of a code that asks for them.
-        sink: one a head, [num_heads] or [batch, num_heads], of a canonical forward pass.
         expanded: the keys and values that were made last.
     """
 
-    __slots__ = ("ask", "dlse", "expanded", "expansion", "handles", "scores", "sink", "transport")
+    __slots__ = ("ask", "dlse", "expanded", "expansion", "handles", "scores", "transport")
 
     def __init__(
         self,
@@ -79,10 +69,9 @@ class Pass:
         expansion: Expansion | None = None,
         dlse: Tensor | None = None,
         ask: Ask | None = None,
-        sink: Tensor | None = None,
     ):
         self.transport, self.scores, self.expansion = transport, scores, expansion
-        self.dlse, self.ask, self.sink = dlse, ask, sink
+        self.dlse, self.ask = dlse, ask
         self.handles: list[Handle] = []
         self.expanded: Expanded | None = None
 
@@ -124,9 +113,8 @@ class BoundCode:
         self._groups: dict[int, int] = {}  # arrivals by their exchange
         self._num_exchanges = 0
         self._awaited: set[int] = set()  # exchanges
-        self._canonical = any(isinstance(op, ops.Finish) for op in code.ops)
         self._made = {*self._tensors_that_ops_make()}
-        self._steps = [*self._bound_ops()]
+        self._steps = [self._bound(op) for op in code.ops]
         self._busy_steps = [step for step in self._steps if step is not _no_step]
         self._aligned = self._names_read_by_kernels()
         self._kept = [
@@ -192,11 +180,9 @@ class BoundCode:
 
     def _run_recorded(self, tensors: Numbered, work: Pass) -> None:
         """Run all steps; while an operation runs, a profiler sees a range of its label."""
-        steps = iter(self._steps)
-        for label, num_ops in self.code.lines:
+        for label, step in zip(self.code.labels, self._steps, strict=True):
             with profiler.record_function(label):
-                for _ in range(num_ops):
-                    next(steps)(tensors, work)
+                step(tensors, work)
 
     # Numbers of tensors
 
@@ -204,10 +190,9 @@ class BoundCode:
         """Tensors that are not in the workspace, but are what an op has made last."""
         for op in self.code.ops:
             if isinstance(op, ops.Attend) and self._adopts:
-                written = (result for result in op.results if not result.adds)
-                yield from (ref.tensor for result in written for ref in result.refs)
+                yield from (ref.tensor for refs in op.written for ref in refs)
             elif isinstance(op, ops.Expand | ops.Pull | ops.Ask):
-                yield from (ref.tensor for ref in op.writes)
+                yield from (ref.tensor for refs in ops.writes(op) for ref in refs)
 
     def _number(self, ref: Ref, shape: tuple[int, ...] | None = None) -> int:
         """The place of a tensor among those of a pass.
@@ -256,10 +241,10 @@ class BoundCode:
     def _names_read_by_kernels(self) -> list[str]:
         """Names of the call's tensors that other ops than copies and sums read, and none writes."""
         names: dict[str, None] = {}
-        written = {ref.tensor for op in self.code.ops for ref in op.writes}
+        written = {x.tensor for op in self.code.ops for refs in ops.writes(op) for x in refs}
         for op in self.code.ops:
             if not isinstance(op, ops.Copy | ops.ComputeDelta | ops.Post):
-                for ref in op.reads:
+                for ref in (ref for refs in ops.reads(op) for ref in refs):
                     if self.code.home(ref) is Home.GIVEN and ref.tensor not in written:
                         names[self.code.buffers[self.code.tensors[ref.tensor].buffer].name] = None
         return [*names]
@@ -292,63 +277,97 @@ class BoundCode:
 
     # Steps
 
-    def _bound_ops(self) -> Iterator[Step]:
-        """Bind each op; plain copies of one operation that follow each other are one step."""
-        left = iter(self.code.ops)
-        for line in self.code.lines:
-            for plain, some in groupby(islice(left, line.num_ops), _is_plain_copy):
-                if plain:
-                    copies = cast("list[ops.Copy]", [*some])
-                    yield self._copy_plainly(copies)
-                    yield from [_no_step] * (len(copies) - 1)
-                else:
-                    yield from map(self._bound, some)
-
-    def _bound(self, op: ops.Op) -> Step:
+    def _bound(self, op: ops.Op[Refs]) -> Step:
         match op:
             case ops.Copy():
                 return self._copy(op)
             case ops.Attend():
                 return self._attend(op)
-            case ops.AttendLeaves():
-                return self._attend_leaves(op)
-            case ops.Finish():
-                return self._finish(op)
             case ops.Merge():
                 return self._merge(op)
             case ops.Post():
                 return self._post(op)
             case ops.Wait():
                 return self._wait(op)
-            case ops.Fill(target, value):
-                number = self._number(target)
-                return lambda t, _: t[number].fill_(value)
+            case ops.Fill():
+                return self._fill(op)
             case ops.ComputeDelta():
                 return self._delta(op)
-            case ops.Encode(source, target, field, counter):
-                a, b = self._number(source), self._number(target)
-                return lambda t, _: t[b].copy_(encode(field, t[a], counter))
-            case ops.Decode(source, target, field):
-                a, b = self._number(source), self._number(target)
-                return lambda t, _: decode(field, t[a], t[b])
+            case ops.Encode():
+                return self._encode(op)
+            case ops.Decode():
+                return self._decode(op)
             case ops.Expand():
                 return self._expand(op)
-            case ops.Pull(dk, dv, dlatents):
-                return self._pull(*map(self._number, (dk, dv, dlatents)))
+            case ops.Pull():
+                return self._pull(op)
             case ops.SumHeads():
                 return self._sum_heads(op)
-            case ops.Ask(targets):
-                return self._ask([*map(self._number, targets)])
+            case ops.Ask():
+                return self._ask(op)
+
+    def _all(self, refs: Refs) -> list[int]:
+        """The numbers of an operand's tensors."""
+        return [*map(self._number, refs)]
+
+    def _fill(self, op: ops.Fill[Refs]) -> Step:
+        targets = [*zip(self._all(op.target), op.values, strict=True)]
+
+        def step(t: Numbered, _: Pass) -> None:
+            for number, value in targets:
+                t[number].fill_(value)
+
+        return step
+
+    def _encode(self, op: ops.Encode[Refs]) -> Step:
+        triples = [*zip(self._all(op.source), self._all(op.target), op.fields, strict=True)]
+        counter = op.counter
+
+        def step(t: Numbered, _: Pass) -> None:
+            for a, b, field in triples:
+                t[b].copy_(encode(field, t[a], counter))
+
+        return step
+
+    def _decode(self, op: ops.Decode[Refs]) -> Step:
+        triples = [*zip(self._all(op.source), self._all(op.target), op.fields, strict=True)]
+
+        def step(t: Numbered, _: Pass) -> None:
+            for a, b, field in triples:
+                decode(field, t[a], t[b])
+
+        return step
 
     def _table(self, table: ops.Table | None) -> Tensor | None:
         if table is None:
             return None
         return torch.from_numpy(table.numbers.copy()).to(self._device)
 
-    def _copy_plainly(self, copies: Sequence[ops.Copy]) -> Step:
-        """Copies of all rows and heads; either end may have the same numbers in another shape."""
+    def _copy(self, op: ops.Copy[Refs]) -> Step:
+        rows, heads = self._table(op.rows), self._table(op.heads)
+        if rows is None and heads is None:
+            return self._copy_plainly(op)
+        pairs = [*zip(self._all(op.source), self._all(op.target), strict=True)]
+        shapes = [self.code.shape(ref) for ref in op.target]
+
+        def copy_heads(t: Numbered, _: Pass) -> None:
+            for (a, b), shape in zip(pairs, shapes, strict=True):
+                t[b].copy_(t[a].index_select(2, heads).view(shape))  # pyright: ignore
+
+        def scatter(t: Numbered, _: Pass) -> None:
+            for a, b in pairs:
+                t[b].index_copy_(0, rows, t[a])  # pyright: ignore
+
+        def select(t: Numbered, _: Pass) -> None:
+            for a, b in pairs:
+                torch.index_select(t[a], 0, rows, out=t[b])  # pyright: ignore
+
+        return copy_heads if rows is None else scatter if op.scatters else select
+
+    def _copy_plainly(self, op: ops.Copy[Refs]) -> Step:
+        """A copy of all rows and heads; either end may have the same numbers in another shape."""
         pairs: list[tuple[int, int]] = []
-        for source, target, *_ in copies:
+        for source, target in zip(op.source, op.target, strict=True):
             shape, own = self.code.shape(target), self.code.shape(source)
             a = self._number(source, shape if len(shape) > len(own) else None)
             pairs.append((self._number(target, own if len(own) > len(shape) else None), a))
@@ -359,43 +378,29 @@ class BoundCode:
 
         return step
 
-    def _copy(self, op: ops.Copy) -> Step:
-        a, b = self._number(op.source), self._number(op.target)
-        rows, heads = self._table(op.rows), self._table(op.heads)
-        shape = self.code.shape(op.target)
-        if rows is None:
-            return lambda t, _: t[b].copy_(t[a].index_select(2, heads).view(shape))
-        if op.scatters:
-            return lambda t, _: t[b].index_copy_(0, rows, t[a])
-        return lambda t, _: torch.index_select(t[a], 0, rows, out=t[b])
-
-    def _delta(self, op: ops.ComputeDelta) -> Step:
-        parts = op.out, op.dout, op.product, op.delta
+    def _delta(self, op: ops.ComputeDelta[Refs]) -> Step:
+        parts = *op.out, *op.dout, *op.product, *op.delta
         out, dout, product, delta = map(self._number, parts)
         widens = len({self.code.tensors[x.tensor].dtype for x in parts[:3]}) > 1
-
-        canonical = self._canonical
 
         def step(t: Numbered, work: Pass) -> None:
             if widens:
                 t[product].copy_(t[out]).mul_(t[dout])
             else:
                 torch.mul(t[out], t[dout], out=t[product])
-            if canonical:
-                t[delta].copy_(row_sum(t[product]))
-            else:
-                torch.sum(t[product], -1, out=t[delta])
+            torch.sum(t[product], -1, out=t[delta])
             if work.dlse is not None:
                 t[delta].sub_(work.dlse.view_as(t[delta]))
 
         return step
 
-    def _attend(self, op: ops.Attend) -> Step:
-        results = [(result, [*map(self._number, result.refs)]) for result in op.results]
-        operands_of, call, scale = itemgetter(*map(self._number, op.operands)), op.call, self._scale
+    def _attend(self, op: ops.Attend[Refs]) -> Step:
+        results = [(self._all(refs), adds) for refs, adds in op.results()]
+        operands = [number for refs in op.operands for number in self._all(refs)]
+        operands_of, call, scale = itemgetter(*operands), op.call, self._scale
         run, extra = self._run_kernel, self._extra_arguments(op)
-        into = [number for _, numbers in results for number in numbers]
-        written = [number for result, numbers in results if not result.adds for number in numbers]
+        into = [number for numbers, _ in results for number in numbers]
+        written = [number for numbers, adds in results if not adds for number in numbers]
         if not written:
 
             def add(t: Numbered, work: Pass) -> None:
@@ -423,17 +428,17 @@ class BoundCode:
 
     def _adopting(
         self,
-        op: ops.Attend,
-        results: list[tuple[ops.Result, list[int]]],
+        op: ops.Attend[Refs],
+        results: list[tuple[list[int], bool]],
         operands_of: Callable[[Numbered], tuple[Tensor, ...]],
     ) -> Step:
         """The kernel's own tensors become results that are written; to others they are added."""
         run, extra, call, scale = self._run_kernel, self._extra_arguments(op), op.call, self._scale
-        adds = [(number, result.adds) for result, numbers in results for number in numbers]
+        adds = [(number, added) for numbers, added in results for number in numbers]
         dtypes = [
             getattr(torch, self.code.tensors[ref.tensor].dtype)
-            for result, _ in results
-            for ref in result.refs
+            for refs, _ in op.results()
+            for ref in refs
         ]
         put, derived = self._putting(), self._derived
 
@@ -460,7 +465,7 @@ class BoundCode:
 
         return put
 
-    def _extra_arguments(self, op: ops.Attend) -> Callable[[Pass], tuple[()] | tuple[Scores]]:
+    def _extra_arguments(self, op: ops.Attend[Refs]) -> Callable[[Pass], tuple[()] | tuple[Scores]]:
         """Return the further arguments of a kernel, for calls that ask for more than a scale."""
         scores = self._scores
         if scores is None:
@@ -477,43 +482,10 @@ class BoundCode:
         assert found is not None
         return found
 
-    def _attend_leaves(self, op: ops.AttendLeaves) -> Step:
-        assert self._kernel is not None
-        leaves = LeafKernel(self._kernel)
-        run = leaves.backward if self.code.backward else leaves.forward
-        operands, sums = ([*map(self._number, refs)] for refs in (op.operands, op.sums))
-        call, first, columns = op.call, op.first_head, op.columns
-
-        def step(t: Numbered, work: Pass) -> None:
-            into = tuple([t[i] for i in sums])
-            run(tuple([t[i] for i in operands]), call, work.scores, first, into, columns)
-
-        return step
-
-    def _finish(self, op: ops.Finish) -> Step:
-        sums, targets = self._number(op.sums), [*map(self._number, op.targets)]
-        columns, first, backward = op.columns, op.first_head, self.code.backward
-        num_heads = self.code.shape(op.sums)[2]
-
-        def step(t: Numbered, work: Pass) -> None:
-            into = tuple([t[i] for i in targets])
-            if backward:
-                finish_gradients(t[sums], columns, into)
-                return
-            sink = work.sink
-            sink = None if sink is None else sink[..., first : first + num_heads]
-            finish_attention(t[sums], columns, into, sink)
-
-        return step
-
-    def _merge(self, op: ops.Merge) -> Step:
-        columns = op.columns
-        if columns is not None:
-            into, other = self._number(op.targets[0]), self._number(op.sources[0])
-            merge = merge_short if op.short else merge_columns
-            return lambda t, _: merge(t[into], t[other], columns)
-        sources, targets = [*map(self._number, op.sources)], [*map(self._number, op.targets)]
-        rows, scratch = self._table(op.rows), [*map(self._number, op.scratch)]
+    def _merge(self, op: ops.Merge[Refs]) -> Step:
+        sources, targets = self._all(op.source), self._all(op.target)
+        rows = self._table(op.rows)
+        scratch = [number for refs in op.scratch for number in self._all(refs)]
         pairs = [*zip(sources, targets, strict=True)]
         if not op.by_lse:
             if rows is None:
@@ -545,8 +517,8 @@ class BoundCode:
 
         return merge_rows
 
-    def _expand(self, op: ops.Expand) -> Step:
-        latents, k, v = map(self._number, (op.latents, op.k, op.v))
+    def _expand(self, op: ops.Expand[Refs]) -> Step:
+        latents, k, v = map(self._number, (*op.latents, *op.keys))
         positions, heads = self._positions(op.places.k_positions), slice(*op.places.kv_heads)
         put = self._putting()
 
@@ -559,7 +531,8 @@ class BoundCode:
 
         return step
 
-    def _pull(self, dk: int, dv: int, dlatents: int) -> Step:
+    def _pull(self, op: ops.Pull[Refs]) -> Step:
+        dk, dv, dlatents = map(self._number, (*op.gradients, *op.dlatents))
         put = self._putting()
 
         def step(t: Numbered, work: Pass) -> None:
@@ -568,8 +541,8 @@ class BoundCode:
 
         return step
 
-    def _ask(self, targets: list[int]) -> Step:
-        put = self._putting()
+    def _ask(self, op: ops.Ask[Refs]) -> Step:
+        targets, put = self._all(op.target), self._putting()
 
         def step(t: Numbered, work: Pass) -> None:
             assert work.ask is not None
@@ -578,29 +551,31 @@ class BoundCode:
 
         return step
 
-    def _sum_heads(self, op: ops.SumHeads) -> Step:
-        source, target = self._number(op.source), self._number(op.target)
-        num_heads = self.code.shape(op.target)[2]
+    def _sum_heads(self, op: ops.SumHeads[Refs]) -> Step:
+        pairs = [*zip(self._all(op.source), self._all(op.target), strict=True)]
+        num_heads = self.code.shape(op.target[0])[2]
 
         def step(t: Numbered, _: Pass) -> None:
-            x = t[source].unflatten(2, (num_heads, -1))
-            x = x.sum(3, dtype=accumulator_dtype(x.dtype))
-            t[target].view(x.shape).copy_(x)
+            for source, target in pairs:
+                x = t[source].unflatten(2, (num_heads, -1))
+                x = x.sum(3, dtype=accumulator_dtype(x.dtype))
+                t[target].view(x.shape).copy_(x)
 
         return step
 
     # Messages
 
-    def _post(self, op: ops.Post) -> Step:
+    def _post(self, op: ops.Post[Refs]) -> Step:
         if op.team is not None:
             return self._post_team(op, op.team)
-        sends, lane = self._messages(op.sends), op.lane
+        sends, lane = self._messages(op.sends, op.leaving), op.lane
+        recvs = self._messages(op.recvs, op.arriving)
         apart, left = [], {*range(len(op.recvs))}
         for indices in op.apart:
             left -= {*indices}
-            mine = self._messages([op.recvs[index] for index in indices])
+            mine = [recvs[index] for index in indices]
             apart.append((self._exchange([op.arrivals[index] for index in indices]), mine))
-        together = self._messages([op.recvs[index] for index in sorted(left)])
+        together = [recvs[index] for index in sorted(left)]
         own = self._exchange([op.arrivals[index] for index in sorted(left)])
 
         def step(t: Numbered, work: Pass) -> None:
@@ -617,11 +592,12 @@ class BoundCode:
 
         return step
 
-    def _post_team(self, op: ops.Post, team: ops.TeamBytes) -> Step:
+    def _post_team(self, op: ops.Post[Refs], team: ops.TeamExchange) -> Step:
         number, place = self._new_number(), self._exchange(op.arrivals)
-        tensors = self._number(team.leaving), self._number(team.arriving)
+        ((leaving,),), ((arriving,),) = op.leaving, op.arriving
+        tensors = self._number(leaving), self._number(arriving)
         rest = team.sizes, team.team.ranks, team.label, team.most_bytes
-        placed = self.code.home(team.arriving) is Home.WORKSPACE
+        placed = self.code.home(arriving) is Home.WORKSPACE
         (self._teams if placed else self._given_teams).append((number, *tensors, rest))
 
         def step(t: Numbered, work: Pass) -> None:
@@ -635,10 +611,15 @@ class BoundCode:
         self._num_exchanges += 1
         return self._num_exchanges - 1
 
-    def _messages(self, parts: Sequence[ops.Bytes]) -> list[tuple[int, int, Label]]:
-        return [(self._bytes_number(one.ref), one.peer, Label(one.step, one.item)) for one in parts]
+    def _messages(
+        self, messages: Sequence[ops.Message], parts: Sequence[Refs]
+    ) -> list[tuple[int, int, Label]]:
+        return [
+            (self._bytes_number(ref), one.peer, Label(one.step, one.item))
+            for one, (ref,) in zip(messages, parts, strict=True)
+        ]
 
-    def _wait(self, op: ops.Wait) -> Step:
+    def _wait(self, op: ops.Wait[Refs]) -> Step:
         # An exchange is waited for as a whole: by the first of its arrivals that is.
         places = [*dict.fromkeys(self._groups[arrival] for arrival in op.arrivals)]
         places = [place for place in places if place not in self._awaited]
@@ -666,10 +647,6 @@ _NOTHING = _Nothing()
 
 def _no_kernel(*_: Any) -> NoReturn:
     raise AssertionError("a code without a kernel attends nothing")
-
-
-def _is_plain_copy(op: ops.Op) -> bool:
-    return isinstance(op, ops.Copy) and op.rows is None and op.heads is None
 
 
 def _no_step(_: Numbered, __: Pass) -> None:

@@ -3,7 +3,7 @@
 Sets of rows ascend, and None stands for all rows; ranges in any order stand for rows in that order.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TypeAlias
 
@@ -71,3 +71,13 @@ def to_ranges(rows: NDArray[np.int64]) -> Ranges:
     starts = rows[np.concatenate([[0], cuts + 1])]
     stops = rows[np.concatenate([cuts, [rows.size - 1]])] + 1
     return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+def packed_ranges(
+    ranges: Iterable[tuple[int, int]],
+) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yield each range of rows, and where its rows are if all lie one after the other."""
+    offset = 0
+    for start, stop in ranges:
+        yield (start, stop), (offset, offset + stop - start)
+        offset += stop - start

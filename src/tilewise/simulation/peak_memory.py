@@ -15,7 +15,8 @@ from functools import cached_property
 
 import numpy as np
 
-from tilewise.compiler.codegen import CallTraits, pass_code
+from tilewise.compiler.codegen import pass_code
+from tilewise.compiler.facts import CallTraits
 from tilewise.compiler.pruning import all_alike
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.layout import zigzag

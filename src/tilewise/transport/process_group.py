@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.compiler.codegen import DEFAULT_TRAITS, CodeTraits, shares_message
+from tilewise.compiler.facts import DEFAULT_TRAITS, CodeTraits, shares_message
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
 from tilewise.plan.kept import KeptWith, RecentValues
 from tilewise.transport.agreement import AGREEMENTS, TAG_BITS, Agreement

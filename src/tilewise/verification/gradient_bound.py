@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tilewise.arguments import require_type
-from tilewise.compiler.codegen import CallTraits, pass_code
+from tilewise.compiler.codegen import pass_code
+from tilewise.compiler.facts import CallTraits
 from tilewise.execution.call import Call, ResolvedCall, known_of
 from tilewise.execution.forward_backward import rows_first, rows_last
 from tilewise.execution.sinks import kind_of, one_sink

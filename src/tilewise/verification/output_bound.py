@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tilewise.arguments import dtype_name
-from tilewise.compiler.codegen import CallTraits, pass_code
+from tilewise.compiler.codegen import pass_code
+from tilewise.compiler.facts import CallTraits
 from tilewise.execution.call import ResolvedCall
 from tilewise.execution.forward_backward import rows_first, rows_last
 from tilewise.functional import attention

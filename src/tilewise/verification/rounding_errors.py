@@ -10,7 +10,8 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from tilewise.compiler.code import Code, Encode, Home
+from tilewise.compiler.code import Code, Home
+from tilewise.compiler.ops import Encode
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.execution.encoding import decode, encode
 from tilewise.execution.run import part_of

@@ -1,0 +1,243 @@
+"""A pass while it is compiled: operations on buffers that have rows and fields, but no place yet.
+
+    buffer  rows x (batch x heads x width) of some fields: k and v of shard 3, say
+    view    some rows, heads and fields of a buffer
+
+A buffer may lie in another one: a shard that was received lies in its message, a message in an
+arena beside others. Passes decide that by `place_in`, and drop the copies that are needless then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from tilewise.compiler.code import Home
+from tilewise.compiler.head_exchange import HeadExchange
+from tilewise.compiler.ops import Op
+from tilewise.plan.ir import Item, Rows, Side, Tile
+from tilewise.plan.payload import STATISTICS, Field, RowFormat, row_shape
+
+Index: TypeAlias = "tuple[int, int] | slice | None"
+
+
+class View(NamedTuple):
+    """Some rows, heads and fields of a buffer; None: all of them.
+
+    Attributes:
+        rows: (start, stop, step).
+        heads: (start, stop).
+    """
+
+    buffer: int
+    rows: tuple[int, int, int] | None = None
+    heads: tuple[int, int] | None = None
+    fields: tuple[str, ...] | None = None
+
+
+class HeadBuffer(NamedTuple):
+    """The fields of a side in a buffer of an exchange of heads: of all rows, or apart by rank."""
+
+    exchange: HeadExchange
+    side: Side
+    whole: bool
+
+
+class RowBuffer(NamedTuple):
+    """A buffer of rows.
+
+    Attributes:
+        form: None: each field is a tensor by itself. A RowFormat: the fields of a row lie one after
+            the other, as they travel. A HeadBuffer: as that says. An int: bytes, so many of them.
+        item: the item whose rows these are.
+        part_rows: rows of parts that may be needed for different lengths of time.
+        within: another buffer, and the byte of it at which this one begins.
+    """
+
+    name: str
+    num_rows: int
+    fields: tuple[Field, ...]
+    heads: int
+    home: Home
+    form: RowFormat | HeadBuffer | int | None = None
+    item: Item | None = None
+    part_rows: tuple[int, ...] = ()
+    within: tuple[int, int] | None = None
+
+    @property
+    def usable(self) -> bool:
+        """True if the fields can be used where they lie."""
+        return not isinstance(self.form, RowFormat) or self.form.in_place
+
+
+class Held(NamedTuple):
+    """An operand that is here: which rows of its shard, in one or two buffers.
+
+    Two where backward finds in one what forward kept, and receives the rest in another.
+    """
+
+    rows: Rows
+    views: tuple[View, ...]
+
+
+class AttendTile(NamedTuple):
+    """A tile, before it is cut into kernel calls.
+
+    Attributes:
+        operands: of the queries' shards, and of the keys' and values'.
+        partials: those that results are added to, by side; () for a side without results.
+    """
+
+    label: str
+    tile: Tile
+    operands: tuple[tuple[Held, ...], tuple[Held, ...]]
+    partials: tuple[tuple[View, ...], tuple[View, ...]]
+
+
+class Kept(NamedTuple):
+    """A buffer that forward keeps for backward: which operands lie in it, from which row on, and
+    which rows of their shards they are.
+    """
+
+    buffer: int
+    items: tuple[tuple[Item, int, Rows], ...]
+
+
+DraftOp: TypeAlias = Op[View] | AttendTile
+
+
+@dataclass
+class Draft:
+    """One rank's pass while passes work on it.
+
+    Attributes:
+        batch: sequences that lie side by side in every row.
+        inside: of each buffer the view of another in which it lies, or None.
+        kept: what a forward pass keeps for backward.
+    """
+
+    batch: int
+    ops: list[DraftOp] = field(default_factory=list)
+    buffers: list[RowBuffer] = field(default_factory=list)
+    inside: list[View | None] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+
+    def new(self, buffer: RowBuffer) -> View:
+        """Add a buffer; return all of it."""
+        self.buffers.append(buffer)
+        self.inside.append(None)
+        return View(len(self.buffers) - 1)
+
+    def num_rows(self, view: View) -> int:
+        rows = view.rows
+        if rows is None:
+            return self.buffers[view.buffer].num_rows
+        return rows[1] - rows[0] if rows[2] == 1 else len(range(*rows))
+
+    def rows(self, view: View, index: Index) -> View:
+        """Rows of a view, counted in it."""
+        if index is None:
+            return view
+        if isinstance(index, slice):
+            start, stop, step = index.start, index.stop, index.step or 1
+        else:
+            (start, stop), step = index, 1
+        if view.rows is not None:
+            first, _, by = view.rows
+            start, stop, step = first + start * by, first + stop * by, step * by
+        if step == 1 and start == 0 and stop == self.buffers[view.buffer].num_rows:
+            return View(view.buffer, None, view.heads, view.fields)
+        return View(view.buffer, (start, stop, step), view.heads, view.fields)
+
+    def heads(self, view: View, heads: slice | None) -> View:
+        """Heads of a view, counted in it."""
+        if heads is None:
+            return view
+        first = 0 if view.heads is None else view.heads[0]
+        return view._replace(heads=(first + heads.start, first + heads.stop))
+
+    def fields_of(self, view: View) -> tuple[Field, ...]:
+        fields = self.buffers[view.buffer].fields
+        if view.fields is None:
+            return fields
+        return tuple(x for x in fields if x.name in view.fields)
+
+    def num_heads(self, view: View) -> int:
+        if view.heads is not None:
+            return view.heads[1] - view.heads[0]
+        return self.buffers[view.buffer].heads
+
+    def place_in(self, buffer: int, view: View) -> None:
+        """Let a buffer lie in a view of another, which has the same rows."""
+        self.inside[buffer] = self.found(view)
+
+    def found(self, view: View) -> View:
+        """The view of the buffer in which a view's rows lie in the end."""
+        outer = self.inside[view.buffer]
+        while outer is not None:
+            inner, view = view, outer
+            if inner.rows is not None:
+                view = self.rows(view, slice(*inner.rows))
+            if inner.heads is not None:
+                view = self.heads(view, slice(*inner.heads))
+            if inner.fields is not None:
+                view = view._replace(fields=inner.fields)
+            outer = self.inside[view.buffer]
+        return view
+
+    def num_bytes(self, view: View) -> int:
+        """Bytes of what a view means: of its numbers, or as they travel if they are packed."""
+        buffer, rows = self.buffers[view.buffer], self.num_rows(view)
+        if isinstance(buffer.form, int):
+            return buffer.form
+        if isinstance(buffer.form, RowFormat) and view.fields is None and view.heads is None:
+            return rows * self.batch * buffer.form.num_bytes
+        row = sum(x.width * x.item_bytes for x in self.fields_of(view))
+        return rows * self.batch * self.num_heads(view) * row
+
+    def side_by_side(self, views: Sequence[View]) -> View | None:
+        """The rows of one buffer that views are, one after the other; None if they are not."""
+        found = [self.found(view) for view in views]
+        first = found[0]
+        if len(found) == 1:
+            return first
+        size = self.buffers[first.buffer].num_rows
+        start, stop, step = first.rows or (0, size, 1)
+        for view in found[1:]:
+            if view[0] != first[0] or view[2:] != first[2:] or view.rows is None:
+                return None
+            if view.rows[0] != stop or view.rows[2] != 1 or step != 1:
+                return None
+            stop = view.rows[1]
+        return self.rows(View(first.buffer, None, first.heads, first.fields), (start, stop))
+
+    def apart(
+        self,
+        name: str,
+        num_rows: int,
+        fields: Iterable[Field],
+        heads: int,
+        home: Home = Home.WORKSPACE,
+        item: Item | None = None,
+    ) -> View:
+        """A new buffer whose fields are tensors by themselves."""
+        return self.new(RowBuffer(name, num_rows, tuple(fields), heads, home, None, item))
+
+
+def field_shape(buffer: RowBuffer, one: Field, batch: int) -> tuple[int, ...]:
+    """The shape of a field of a buffer: [rows, batch, heads(, width)]."""
+    return buffer.num_rows, batch, *row_shape(one.name, buffer.heads, one.width)
+
+
+def blank_value(name: str) -> float:
+    """What a partial has where nothing was added: out and gradients 0, statistics -inf."""
+    return -np.inf if name in STATISTICS else 0.0
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in numbers."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))

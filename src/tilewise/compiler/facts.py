@@ -1,0 +1,235 @@
+"""The facts that the passes of the compiler read: a resolved call, a rank, its transport and kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from tilewise.compiler.draft import Draft
+from tilewise.compiler.head_exchange import HeadExchange, as_one_shard, head_exchange
+from tilewise.compiler.lowering import Part, lower
+from tilewise.compiler.program import LAUNCHES_IN_FLIGHT, Launch, Program
+from tilewise.compiler.resolved import ResolvedPass
+from tilewise.layouts.layout import Layout
+from tilewise.plan.ir import Item, Plan, Role, Side
+from tilewise.plan.payload import Field, HeadGroups, Payload, RowFormat, accumulator
+from tilewise.tiles.call_rows import CallStyle, TileCalls
+
+SMALL_BYTES = 2**20
+"""Up to here a message costs more than a copy of it; beyond, copies are avoided."""
+
+MOST_AHEAD = 8
+"""Launches by which receives of small shards are posted before their sends."""
+
+
+class CodeTraits(NamedTuple):
+    """Facts of the transport and of the kernel that a code depends on, beside the call.
+
+    Attributes:
+        receives_ahead, node_size, sends_in_flight: as of transport.protocol.Transport.
+        takes_teams: whether the transport takes exchanges of whole teams.
+        cut: how the kernel wants tiles cut.
+    """
+
+    receives_ahead: int = 0
+    node_size: int | None = None
+    takes_teams: bool = False
+    sends_in_flight: int | None = LAUNCHES_IN_FLIGHT
+    cut: CallStyle = CallStyle(square_causal=True)
+
+
+DEFAULT_TRAITS = CodeTraits()
+"""Of a transport that posts a launch as one batch, as NCCL's and loopback's do."""
+
+
+class CallTraits(NamedTuple):
+    """Facts of a call that a code depends on, beside its resolved passes.
+
+    Attributes:
+        batch: sequences that lie side by side in every row.
+        prune: whether what the mask makes needless is left out.
+        keep: a forward pass keeps what it receives for backward, where the call saves that.
+        places: kernels are told where their rows lie in the sequence (dropout, bias).
+        asks: tiles are computed by whoever runs the code (decoding).
+    """
+
+    batch: int = 1
+    prune: bool = True
+    keep: bool = False
+    places: bool = False
+    asks: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank's pass of a call, before it is compiled.
+
+    Args:
+        forward: the draft of the forward pass, where backward finds what that kept.
+    """
+
+    resolved: ResolvedPass
+    rank: int
+    call: CallTraits
+    traits: CodeTraits
+    forward: Draft | None = None
+
+    @cached_property
+    def plan(self) -> Plan:
+        return self.resolved.pruned if self.call.prune else self.resolved.plan
+
+    @cached_property
+    def payload(self) -> Payload:
+        return self.resolved.payload
+
+    @cached_property
+    def latent(self) -> bool:
+        """True if latents travel in place of keys and values."""
+        return self.payload.wires.latent is not None
+
+    @property
+    def keeps(self) -> bool:
+        """True if what this forward pass receives is kept for backward."""
+        return self.call.keep and not self.payload.backward
+
+    @cached_property
+    def groups(self) -> HeadGroups:
+        """Heads of the call's tensors by group. A latent is of all heads: every group has it whole."""
+        groups = self.resolved.groups
+        return groups._replace(num_kv_heads=1) if self.latent else groups
+
+    @cached_property
+    def formats(self) -> dict[Part, RowFormat]:
+        """The format of a row as it travels, by side and role."""
+        payload = self.payload
+        return {(side, role): payload.row_format(side, role) for side in Side for role in Role}
+
+    @cached_property
+    def longest_bytes(self) -> dict[Part, int]:
+        """Bytes of one item of each part for the longest shard. Every rank computes the same."""
+        return {
+            part: self.call.batch * max(self.resolved.layouts[part[0]].sizes, default=0) * row.num_bytes
+            for part, row in self.formats.items()
+        }
+
+    @cached_property
+    def program(self) -> Program:
+        traits, largest = self.traits, max(self.longest_bytes.values())
+        ahead, exchanges = traits.receives_ahead, ()
+        if traits.takes_teams and largest <= SMALL_BYTES:
+            exchanges = self.plan.traits.exchanges
+        if ahead:  # more of small ones: posted while all is quiet, they meet nobody's sends
+            ahead = max(ahead, min(MOST_AHEAD, SMALL_BYTES // max(1, largest)))
+        return lower(
+            self.plan,
+            self.rank,
+            node_size=traits.node_size,
+            ahead=ahead,
+            carries=frozenset(part for part, row in self.formats.items() if row.fields),
+            exchanges=exchanges,
+        )
+
+    @cached_property
+    def launches(self) -> tuple[Launch, ...]:
+        return tuple(x for x in self.program.instructions if isinstance(x, Launch))
+
+    @cached_property
+    def arenas(self) -> tuple[tuple[Item, ...], ...]:
+        """Operands that lie side by side: those of the program's arenas that can be used where they
+        lie, in this pass and in the forward pass that kept them.
+        """
+        forward = self.payload._replace(backward=False, saved=False)
+        usable = {
+            side
+            for side in Side
+            if self.formats[side, Role.OPERAND].in_place
+            and not (self.payload.saved and not forward.row_format(side, Role.OPERAND).in_place)
+        }
+        return tuple(arena for arena in self.program.arenas if arena[0].side in usable)
+
+    @cached_property
+    def by_head(self) -> dict[Role, HeadExchange]:
+        """How teams exchange heads by whole buffers, by role; none if they do not."""
+        launches, exchanges = self.launches, self.plan.traits.exchanges
+        teams = bool(launches) and all(launch.team is not None for launch in launches)
+        if not teams or not all(x.by_head for x in exchanges) or not self.call.batch or self.latent:
+            return {}
+        found: dict[Role, HeadExchange] = {}
+        for launch in launches:
+            role = (launch.sends or launch.recvs)[0].item.role
+            whole = self.head_exchange(role, self.payload)
+            if whole is None:
+                return {}
+            found[role] = whole
+        return found
+
+    def head_exchange(self, role: Role, payload: Payload) -> HeadExchange | None:
+        """The exchange of a role's items between all ranks by one buffer, if it can be had."""
+        layouts, groups = self.resolved.layouts, self.resolved.groups
+        return head_exchange(role, payload, layouts, groups, self.rank, self.call.batch)
+
+    @cached_property
+    def tile_layouts(self) -> tuple[Layout, Layout]:
+        """The layouts of both sides as tiles read them: one shard where heads were exchanged."""
+        q, kv = self.resolved.layouts
+        return (as_one_shard(q), as_one_shard(kv)) if self.by_head else (q, kv)
+
+    @cached_property
+    def table(self) -> TileCalls:
+        return TileCalls(
+            self.tile_layouts, self.resolved.mask, self.resolved.groups, self.traits.cut
+        )
+
+    @cached_property
+    def held(self) -> tuple[tuple[tuple[int, tuple[int, int]], ...], ...]:
+        """By side the shards that this rank holds, and which of its rows each is."""
+        plan = self.plan
+        return tuple(
+            tuple(
+                (shard, plan.cuts[shard] if plan.cuts else (0, layout.sizes[shard]))
+                for shard, ranks in enumerate(plan.owners[side])
+                if self.rank in ranks
+            )
+            for side, layout in zip(Side, self.resolved.layouts, strict=True)
+        )
+
+    def num_own_rows(self, side: Side) -> int:
+        return sum(stop - start for _, (start, stop) in self.held[side])
+
+    def num_rows(self, item: Item) -> int:
+        """Rows of an item's shard."""
+        return self.resolved.layouts[item.side].sizes[item.shard]
+
+    @cached_property
+    def accumulator(self) -> str:
+        return accumulator(self.payload.dtype)
+
+    def result_fields(self, side: Side) -> tuple[Field, ...]:
+        """The fields of a side's partials in memory: accumulated, not as they travel."""
+        return tuple(
+            Field(name, width, self.payload.partial_dtype)
+            for name, width in self.payload.results(side)
+        )
+
+    def own_fields(self, side: Side) -> tuple[Field, ...]:
+        """The call's tensors of a side, as they are given; delta, which the pass makes, with them."""
+        payload = self.payload
+        fields = [Field(name, width, payload.dtype) for name, width in payload.inputs(side)]
+        if payload.backward and side is Side.Q:
+            fields.append(Field("dout", payload.v_head_dim, payload.dtype))
+            fields += [Field("lse", 1, self.accumulator), Field("delta", 1, self.accumulator)]
+        return tuple(fields)
+
+    def own_heads(self, side: Side) -> int:
+        return self.groups.num_heads if side is Side.Q else self.groups.num_kv_heads
+
+
+def shares_message(num_bytes: Sequence[int]) -> bool:
+    """Return whether tensors of these sizes, from one rank to another in one launch, share a
+    message.
+
+    Both ends decide it from the same numbers.
+    """
+    return len(num_bytes) > 1 and sum(num_bytes) <= SMALL_BYTES
