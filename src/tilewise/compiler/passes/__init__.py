@@ -11,6 +11,7 @@ from tilewise.compiler.draft import Draft
 from tilewise.compiler.facts import Facts
 from tilewise.compiler.passes.adopt import adopt
 from tilewise.compiler.passes.exchanges import exchanges
+from tilewise.compiler.passes.in_place import in_place
 from tilewise.compiler.passes.keep import keep
 from tilewise.compiler.passes.latents import latents
 from tilewise.compiler.passes.naive import naive
@@ -23,6 +24,7 @@ PASSES: MappingProxyType[str, Callable[[Draft, Facts], None]] = MappingProxyType
     {
         "exchanges": exchanges,
         "side_by_side": side_by_side,
+        "in_place": in_place,
         "tiles": tiles,
         "latents": latents,
         "adopt": adopt,

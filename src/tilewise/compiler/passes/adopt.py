@@ -1,6 +1,5 @@
-"""Copies, fills and merges that are needless go.
+"""Fills and merges of partials that are needless go.
 
-    a copy                          the target lies where the source does, if it can be used there
     what is first of a partial      becomes the partial, where it is all of its rows
     results that a kernel can add   go into the partial, not aside
 """
@@ -14,7 +13,6 @@ from tilewise.compiler.code import Home
 from tilewise.compiler.draft import Draft, DraftOp, View
 from tilewise.compiler.facts import Facts
 from tilewise.compiler.ops import Attend, Copy, Fill, Merge, Op, reads, writes
-from tilewise.plan.payload import RowFormat
 
 
 class InPlace(NamedTuple):
@@ -36,7 +34,7 @@ Place: TypeAlias = InPlace | Copied | Aside
 
 
 def adopt(draft: Draft, facts: Facts) -> None:
-    """Take out copies, fills and merges that are needless."""
+    """Take out fills and merges that are needless."""
     _Adopter(draft, facts).rewrite()
 
 
@@ -86,36 +84,7 @@ class _Adopter:
             draft.ops.append(fill._replace(target=copy.target))
             return
         self._fill(source)
-        plain = copy.rows is None and copy.heads is None
-        if plain and draft.found(source) == draft.found(copy.target):
-            return
-        if not (plain and copy.target == View(copy.target.buffer) and self._can_lie(copy)):
-            draft.ops.append(copy)
-            return
-        if draft.inside[copy.target.buffer] is None:
-            draft.place_in(copy.target.buffer, source)
-        else:
-            draft.ops.append(copy)
-
-    def _can_lie(self, copy: Copy[View]) -> bool:
-        """Return whether a copy's target may lie where the source does."""
-        draft = self._draft
-        source, target = (draft.buffers[draft.found(x).buffer] for x in (copy.source, copy.target))
-        if target.home is Home.GIVEN or target.within is not None:
-            return False
-        if isinstance(draft.buffers[copy.target.buffer].form, RowFormat):
-            return self._sends_in_place(copy)
-        dtypes = [[x.dtype for x in draft.fields_of(view)] for view in (copy.source, copy.target)]
-        return source.usable and dtypes[0] == dtypes[1]
-
-    def _sends_in_place(self, copy: Copy[View]) -> bool:
-        """Return whether a single tensor of the call, whose rows lie side by side, is packed."""
-        draft, facts = self._draft, self._facts
-        source = draft.found(copy.source)
-        fields = draft.buffers[copy.target.buffer].fields
-        alone = facts.call.batch == 1 and facts.groups.groups == 1
-        given = draft.buffers[source.buffer].home is Home.GIVEN
-        return alone and given and len(fields) == 1 and fields[0].wire is None
+        draft.ops.append(copy)
 
     def _merge(self, merge: Merge[View]) -> None:
         """Add to a partial, or let what is first and all of it become the partial."""
@@ -189,7 +158,7 @@ class _Adopter:
         if beside is not None:
             blank = [x.buffer in self._blank for x in targets]
             first = all(blank) and all(x == View(x.buffer) for x in targets)
-            if first and draft.inside[targets[0].buffer] is None:
+            if first and beside == View(beside.buffer):
                 for x in targets:
                     del self._blank[x.buffer]
                 return InPlace(beside, False)

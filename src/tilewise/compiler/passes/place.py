@@ -100,10 +100,12 @@ class _Writer:
                 return _mapped(op, self.refs)
 
     def _copy(self, copy: Copy[View]) -> Copy[Refs]:
-        forms = [self._draft.buffers[x.buffer].form for x in (copy.source, copy.target)]
-        whole = copy.source.fields is None and isinstance(forms[0], RowFormat)
-        if whole and forms[0] == forms[1]:  # rows as they travel, whatever is in them
-            return _mapped(copy, self._message)
+        draft = self._draft
+        forms = {draft.buffers[x.buffer].form for x in (copy.source, copy.target)}
+        roots = [draft.buffers[draft.found(x).buffer] for x in (copy.source, copy.target)]
+        travel = all(isinstance(x.form, RowFormat) for x in roots)
+        if copy.source.fields is None and len(forms) == 1 and travel:
+            return _mapped(copy, self._message)  # rows as they travel, whatever is in them
         names = [x.name for x in self._draft.fields_of(copy.source)]
         targets = [x.name for x in self._draft.fields_of(copy.target)]
         source, target = self.refs(copy.source), self.refs(copy.target)
