@@ -141,9 +141,3 @@ def _joined_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
         else:
             joined.append((start, stop))
     return tuple(joined)
-# TEMP
-class AttendTile(NamedTuple): a: int
-class Await(NamedTuple): a: int
-class Pack(NamedTuple): a: int
-Collect = Delta = Join = MergeArrived = PackHeads = Unpack = Operation = Pack
-operations = None

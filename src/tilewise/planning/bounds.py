@@ -10,17 +10,19 @@ their shards for heads. What is traded arrives before a team's own shards are re
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from tilewise.masks.tables import PerHead
-from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Transfer
+from tilewise.layouts.cells import Cell
+from tilewise.plan.builder import operand
+from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Transfer
 from tilewise.plan.kept import kept_with_plan
+from tilewise.plan.row_ranges import count
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel, Reach
-from tilewise.simulation.prices import PassCosts
+from tilewise.simulation.prices import PassPrices
 from tilewise.simulation.simulator import MOST_APART
 
 Array = np.ndarray
@@ -102,12 +104,9 @@ def steps_bound(model: PassModel, option: Option) -> float:
     resolved = model.work.resolve(plan)[model.backward]
     if plan.cuts is None:
         resolved = resolved._replace(layouts=(layout, layout))
-    costs = PassCosts(resolved, model.machine, None, bool(model.alike))
-    reach: Reach = {}
-    if unlike:
-        cells, reach = model.cells(degree, resolved)
-        costs = replace(costs, cells=cells)
-    walk = _StepWalk(model, degree, costs, reach)
+    cells, reach = model.cells(degree, resolved) if unlike else (None, {})
+    tiles = _TileBounds(PassPrices(resolved, model.machine), cells, bool(model.alike))
+    walk = _StepWalk(model, degree, tiles, reach)
     teams = _some_teams(model, degree, inner.world_size)
     slowest = max(walk.seconds(team, _rank_steps(inner, team)) for team in teams)
     return SAFE * max(slowest, walk.nic_seconds)
@@ -139,17 +138,67 @@ def _some_teams(model: PassModel, degree: int, num_teams: int) -> list[int]:
     ]
 
 
+class _TileBounds:
+    """Lower bounds of the seconds of tiles: each as one kernel call, with nothing copied.
+
+    Args:
+        prices: of the inner plan's pass.
+        cells: areas by (query shard, KV shard); None: all alike, but for the diagonal.
+        halved: with cells None: whether a shard pair has half its cells, as zigzag under a causal
+            mask has; a shard with itself has half a cell a row more.
+    """
+
+    def __init__(
+        self, prices: PassPrices, cells: Mapping[tuple[int, int], Cell] | None, halved: bool
+    ):
+        self._prices, self._cells, self._halved = prices, cells, halved
+        self.payload, self.layouts = prices.resolved.payload, prices.resolved.layouts
+        self._query_sizes = self.layouts[0].sizes
+
+    def seconds(self, tile: Tile) -> float:
+        """Seconds of a tile at least: its launch, and its FLOP at the speed of a call of its size."""
+        area = self._area(tile)
+        if not area:
+            return 0.0
+        area += int(self._prices.kernel.edge_keys * self._edge_rows(tile))
+        queries = sum(self._query_sizes[shard] for shard in tile.q)
+        return self._prices.kernel_seconds(queries, area)
+
+    def _area(self, tile: Tile) -> int:
+        """Allowed pairs of a tile."""
+        if self._cells is not None:
+            pairs = ((q, kv) for q in tile.q for kv in tile.kv)
+            return sum(self._cells[pair].area for pair in pairs if pair in self._cells)
+        rows = self._query_sizes[0], self.layouts[1].sizes[0]
+        area = len(tile.q) * len(tile.kv) * rows[0] * rows[1]
+        if not self._halved:
+            return area
+        return (area + len({*tile.q} & {*tile.kv}) * rows[0]) // 2
+
+    def _edge_rows(self, tile: Tile) -> int:
+        """Queries at an edge of the mask: those of shard pairs that are no full rectangle."""
+        rows = self._query_sizes
+        if self._cells is None:
+            return sum(rows[s] for s in {*tile.q} & {*tile.kv}) if self._halved else 0
+        cells = (self._cells.get((q, kv)) for q in tile.q for kv in tile.kv)
+        return sum(
+            count(cell.q_rows, 0)
+            for cell in cells
+            if cell and cell.area < count(cell.q_rows, 0) * count(cell.k_rows, 0)
+        )
+
+
 class _StepWalk:
     """A walk through the steps of teams, one rank of each, that adds up bytes and kernels.
 
     Args:
         degree: ranks of a team.
-        costs: prices of the inner plan's tiles and items.
+        tiles: bounds of the inner plan's tiles.
         reach: rows of each pair of shards that the mask reaches; empty: all rows.
     """
 
-    def __init__(self, model: PassModel, degree: int, costs: PassCosts, reach: Reach):
-        self._model, self._degree, self._costs = model, degree, costs
+    def __init__(self, model: PassModel, degree: int, tiles: _TileBounds, reach: Reach):
+        self._model, self._degree, self._tiles = model, degree, tiles
         size = model.machine.node_size
         ranks_in_node = min(degree, size)
         self._nested = size % degree == 0 or degree % size == 0
@@ -160,9 +209,12 @@ class _StepWalk:
         if not self._nested:
             self._traded = ((EITHER, (degree - 1) / degree),)
         self._reach = reach
-        partials = {(side, Role.PARTIAL): costs.payload.least_partial_bytes(side) for side in Side}
-        self._row_bytes = costs.row_bytes | partials
-        q_layout, kv_layout = costs.layouts
+        payload = tiles.payload
+        operands = {(side, Role.OPERAND): payload.row_bytes(operand(side, 0)) for side in Side}
+        results = {(side, Role.RESULT): payload.row_bytes(Item(side, Role.RESULT, 0)) for side in Side}
+        partials = {(side, Role.PARTIAL): payload.least_partial_bytes(side) for side in Side}
+        self._row_bytes = operands | results | partials
+        q_layout, kv_layout = tiles.layouts
         self._all_rows = dict(enumerate(q_layout.sizes)), dict(enumerate(kv_layout.sizes))
         self._rows = self._reached(reach)
         self._crossing: defaultdict[tuple[int, bool], float] = defaultdict(float)
@@ -177,8 +229,7 @@ class _StepWalk:
 
     def seconds(self, team: int, steps: tuple[RankStep, ...]) -> float:
         """Return the bound of one rank of a team, and add what crosses its node's border."""
-        costs = self._costs
-        tile_seconds = np.array([costs.tile_seconds(tile) for step in steps for tile in step.tiles])
+        tile_seconds = np.array([self._tiles.seconds(x) for step in steps for x in step.tiles])
         arriving_bytes = np.zeros((len(tile_seconds), 3))
         leaving_bytes = np.zeros((len(tile_seconds) + 1, 3))
         node = team * self._degree // self._model.machine.node_size

@@ -14,7 +14,7 @@ from tilewise.plan.payload import Payload
 from tilewise.plan.row_ranges import count
 from tilewise.simulation.machine import KernelSpeed, Machine
 from tilewise.simulation.network import blocks
-from tilewise.simulation.priced_programs import EXACT_RANKS
+from tilewise.simulation.halves import EXACT_RANKS
 from tilewise.strategies.ring import ring
 from tilewise.workload import LAYOUTS, Workload
 

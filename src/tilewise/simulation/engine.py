@@ -44,12 +44,17 @@ class RankOperation(NamedTuple):
         kernel: seconds of kernels.
         own: seconds of the rank's own work: copying, posting, merging.
         leaving, awaited: flows; LOST is waited for in vain.
+        label, lane, kind, traffic_bytes: as of the Span that it becomes.
     """
 
     kernel: float = 0.0
     own: float = 0.0
     leaving: tuple[int, ...] = ()
     awaited: tuple[int, ...] = ()
+    label: str = ""
+    lane: str = "wait"
+    kind: str = ""
+    traffic_bytes: int = 0
 
 
 class PricedProgram(NamedTuple):
@@ -111,8 +116,9 @@ class EventLoop:
         self.operation_index = [-1] * num_ranks
         self.stage, self.num_missing = [AWAIT] * num_ranks, [0] * num_ranks
         self.begins: list[list[float]] = [[] for _ in programs]
-        self.kernel_starts: list[float | None] = [None] * num_ranks  # since when a kernel runs
-        self.kernel_seconds, self.end_seconds = [0.0] * num_ranks, [np.nan] * num_ranks
+        self.work_starts: list[tuple[float, list[float]] | None] = [None] * num_ranks
+        self.kernel_seconds, self.memory_seconds = [0.0] * num_ranks, [0.0] * num_ranks
+        self.end_seconds = [np.nan] * num_ranks
         self.flow_done = bytearray(len(flows) + 2)
         self.flow_done[ARRIVED] = 1
         self.ranks_by_missing_flow: dict[int, list[int]] = defaultdict(list)
@@ -160,7 +166,8 @@ class EventLoop:
                 self._work(index, program.call_seconds)
                 return
         while operation_index < len(program.operations):
-            kernel, own, leaving, awaited = program.operations[operation_index]
+            operation = program.operations[operation_index]
+            kernel, own, leaving, awaited = operation[:4]
             if stage == AWAIT:
                 begins.append(self.now)
                 stage = COMPUTE
@@ -171,7 +178,7 @@ class EventLoop:
                 stage = LEAVE
                 if kernel:
                     self.operation_index[index], self.stage[index] = operation_index, stage
-                    self.kernel_starts[index] = self.now
+                    self.work_starts[index] = self.now, self.kernel_seconds
                     self._work(index, kernel)
                     return
             for flow in leaving:
@@ -179,6 +186,8 @@ class EventLoop:
             operation_index, stage = operation_index + 1, AWAIT
             if own:
                 self.operation_index[index], self.stage[index] = operation_index, stage
+                if operation.lane != "wait":
+                    self.work_starts[index] = self.now, self.memory_seconds
                 self._work(index, own)
                 return
         if operation_index == len(program.operations):
@@ -208,10 +217,11 @@ class EventLoop:
             self.starting_work.append((index, route, seconds))
 
     def _worked(self, index: int) -> int:
-        kernel_start = self.kernel_starts[index]
-        if kernel_start is not None:
-            self.kernel_seconds[index] += self.now - kernel_start
-            self.kernel_starts[index] = None
+        work = self.work_starts[index]
+        if work is not None:
+            start, seconds = work
+            seconds[index] += self.now - start
+            self.work_starts[index] = None
         return index
 
     def _launch(self, flow: int) -> None:
@@ -278,8 +288,21 @@ class EventLoop:
         for flow in self.flows:
             sent[self.index_of_rank[flow.rank]][flow.link] += flow.num_bytes * flow.messages
         return tuple(
-            RankUse(program.rank, members, busy, end - busy, total - end, dict(links))
-            for program, busy, end, links in zip(
-                self.programs, self.kernel_seconds, self.end_seconds, sent, strict=True
+            RankUse(
+                program.rank,
+                members,
+                kernel,
+                end - kernel - memory,
+                total - end,
+                dict(links),
+                memory,
+            )
+            for program, kernel, memory, end, links in zip(
+                self.programs,
+                self.kernel_seconds,
+                self.memory_seconds,
+                self.end_seconds,
+                sent,
+                strict=True,
             )
         )

@@ -22,7 +22,7 @@ from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.layout import zigzag
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan, find_symmetry
-from tilewise.simulation.priced_programs import EXACT_RANKS, halves_of
+from tilewise.simulation.halves import EXACT_RANKS, halves_of
 
 SMALL_SHARD = 1024
 """Rows. Equal shards under a full or a causal mask are counted at this size, where tiles are cut as

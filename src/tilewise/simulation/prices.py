@@ -1,283 +1,133 @@
-"""Prices: the seconds that each operation of a pass takes on a machine, and bytes of items."""
+"""Prices: the seconds that each operation of a pass takes on a machine.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+What is priced is the list of operations that runs. A kernel call takes its launch and its FLOP; an
+operation on memory the bytes that it reads and writes over the memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from tilewise.arguments import ITEM_BYTES, item_bytes
-from tilewise.compiler.program import (
-    AttendTile,
-    Await,
-    Collect,
-    Delta,
-    Join,
-    Launch,
-    MergeArrived,
-    Operation,
-    Pack,
-    PackHeads,
-    Unpack,
+from tilewise.compiler.draft import Draft, DraftOp, View
+from tilewise.compiler.ops import (
+    Attend,
+    ComputeDelta,
+    Decode,
+    Encode,
+    Expand,
+    Merge,
+    Post,
+    Pull,
 )
 from tilewise.compiler.resolved import ResolvedPass
-from tilewise.layouts.cells import Cell
-from tilewise.layouts.layout import Layout
-from tilewise.layouts.leaves import edges_of_sides
-from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile
-from tilewise.plan.payload import Payload, accumulator
-from tilewise.plan.row_ranges import count
+from tilewise.compiler.traffic import traffic_bytes
+from tilewise.plan.ir import Side
 from tilewise.simulation.machine import KernelSpeed, Machine
-
-PASSES_OF_ADDING = 10
-"""Times that adding numbers to binned sums takes, of merging as many bytes as the sums have."""
+from tilewise.tiles.calls import Kind
 
 PASSES_OF_ENCODING = 8
 """Number of times that encoding, or decoding, passes over the memory of its operand."""
 
 
-@dataclass(frozen=True)
-class PassCosts:
-    """Prices of one pass.
-
-    Args:
-        cells: areas by (query shard, KV shard); None: all alike, but for the diagonal.
-        halved: with cells None: whether a shard pair has half its cells, as zigzag under a causal
-            mask has; a shard with itself has half a cell a row more.
-    """
-
-    resolved: ResolvedPass
-    machine: Machine
-    cells: Mapping[tuple[int, int], Cell] | None = None
-    halved: bool = False
-
-    @property
-    def payload(self) -> Payload:
-        return self.resolved.payload
-
-    @property
-    def layouts(self) -> tuple[Layout, Layout]:
-        """Layouts of the query and the KV shards."""
-        return self.resolved.layouts
-
-    @cached_property
-    def _kernel(self) -> KernelSpeed:
-        payload = self.payload
-        return self.machine.kernel(payload.dtype, payload.backward, payload.head_dim)
-
-    @cached_property
-    def row_bytes(self) -> dict[tuple[Side, Role], int]:
-        """Bytes of a row of an item as it travels."""
-        parts = ((side, role) for side in Side for role in Role)
-        return {part: self.payload.row_bytes(Item(*part, 0)) for part in parts}
-
-    @cached_property
-    def _row_values(self) -> dict[Side, int]:
-        """Numbers in one row of a partial."""
-        return {
-            side: self.payload.heads(side)
-            * sum(field.width for field in self.payload.fields(side, Role.PARTIAL))
-            for side in Side
-        }
-
-    def encoded_bytes(self, item: Item, rows: Rows | None = None) -> int:
-        """Bytes that encoding or decoding an item passes over memory, beside packing it."""
-        side, role, shard, _ = item
-        return count(rows, self.layouts[side].sizes[shard]) * self._encoded_row_bytes[side, role]
-
-    @cached_property
-    def _encoded_row_bytes(self) -> dict[tuple[Side, Role], int]:
-        return {
-            (side, role): PASSES_OF_ENCODING
-            * self.payload.heads(side)
-            * sum(f.width * f.item_bytes for f in self.payload.fields(side, role) if f.wire)
-            for side in Side
-            for role in Role
-        }
-
-    @cached_property
-    def _known_seconds(self) -> dict[tuple[float, float], float]:
-        return {}
-
-    def item_bytes(self, item: Item, rows: Rows | None = None) -> int:
-        """Bytes of an item as it travels."""
-        side, role, shard, _ = item
-        return count(rows, self.layouts[side].sizes[shard]) * self.row_bytes[side, role]
-
-    def partial_bytes(self, item: Item) -> int:
-        """A partial as it is accumulated: the whole shard, in the accumulator's dtype."""
-        values = self.layouts[item.side].size(item.shard) * self._row_values[item.side]
-        return values * item_bytes(self.payload.partial_dtype)
-
-    def area(self, tile: Tile) -> int:
-        """Allowed pairs of a tile."""
-        if self.cells is not None:
-            pairs = ((q, kv) for q in tile.q for kv in tile.kv)
-            return sum(self.cells[pair].area for pair in pairs if pair in self.cells)
-        rows = self.layouts[0].size(0), self.layouts[1].size(0)
-        area = len(tile.q) * len(tile.kv) * rows[0] * rows[1]
-        if not self.halved:
-            return area
-        return (area + len({*tile.q} & {*tile.kv}) * rows[0]) // 2
-
-    def _edge_rows(self, tile: Tile) -> int:
-        """Queries at an edge of the mask: those of shard pairs that are no full rectangle."""
-        rows = self.layouts[0].sizes
-        if self.cells is None:
-            return sum(rows[s] for s in {*tile.q} & {*tile.kv}) if self.halved else 0
-        cells = (self.cells.get((q, kv)) for q in tile.q for kv in tile.kv)
-        return sum(
-            count(cell.q_rows, 0)
-            for cell in cells
-            if cell and cell.area < count(cell.q_rows, 0) * count(cell.k_rows, 0)
-        )
-
-    def tile_seconds(self, tile: Tile) -> float:
-        """Seconds of one kernel: its launch, and its FLOP at the speed of a tile of its size."""
-        area = self.area(tile)
-        if not area:
-            return 0.0
-        area += int(self._kernel.edge_keys * self._edge_rows(tile))
-        if self.payload.canonical:
-            return self._leaves_seconds(area, tile)
-        queries = sum(self.layouts[0].sizes[shard] for shard in tile.q)
-        seconds = self.kernel_seconds(queries, area) + self._gathering_seconds(tile, area)
-        return seconds + self._expanding_seconds(tile)
-
-    def _leaves_seconds(self, area: int, tile: Tile) -> float:
-        """Seconds of the calls of pairs of leaves, and of adding what they give.
-
-        Of a pair at an edge of the mask half the cells are allowed, and all rows are added.
-        """
-        queries, keys = self._leaf_rows
-        kernels = area / (queries * keys) * self.kernel_seconds(queries, queries * keys)
-        if self.machine.merge_bandwidth is None:
-            return kernels
-        shared = self.payload.num_heads // self.payload.num_kv_heads  # each adds by itself
-        added = queries * self._row_values[Side.Q] + keys * self._row_values[Side.KV] * shared
-        num_bytes = PASSES_OF_ADDING * added * item_bytes(self.payload.partial_dtype)
-        pairs = area / (queries * keys) + self._edge_rows(tile) / (2 * queries)
-        return kernels + pairs * num_bytes / self.machine.merge_bandwidth
-
-    @cached_property
-    def _leaf_rows(self) -> tuple[float, float]:
-        """Mean rows of a leaf of queries, and of one of keys."""
-        groups, (q, kv) = self.resolved.groups, self.layouts
-        tokens = q.num_tokens, kv.num_tokens
-        shared = groups.num_heads // groups.num_kv_heads
-        q_edges, k_edges = edges_of_sides(self.resolved.mask, tokens, shared)
-        return tokens[0] / (len(q_edges) - 1), tokens[1] / (len(k_edges) - 1)
-
-    def kernel_seconds(self, queries: float, area: float) -> float:
-        """Seconds of a kernel with these numbers of queries and allowed pairs."""
-        seconds = self._known_seconds.get((queries, area))
-        if seconds is None:
-            flop = self.payload.flop * area
-            launch = self.machine.launch_seconds + self._kernel.launch_seconds
-            heads = self.payload.heads(Side.Q)
-            seconds = launch + flop / self._kernel.speed(queries, area / queries, heads)
-            self._known_seconds[queries, area] = seconds
-        return seconds
-
-    def _gathering_seconds(self, tile: Tile, area: int) -> float:
-        """Copying keys together: under a mask a call reads parts of shards that lie apart."""
-        q, kv = (
-            sum(layout.sizes[shard] for shard in shards)
-            for layout, shards in zip(self.layouts, tile[:2], strict=True)
-        )
-        if len(tile.kv) == 1 or area >= q * kv:
-            return 0.0
-        return self.pack_seconds(kv * self.row_bytes[Side.KV, Role.OPERAND])
-
-    def _expanding_seconds(self, tile: Tile) -> float:
-        """Making keys and values of a tile's latents; in backward again, and two gradients."""
-        latent = self.payload.wires.latent
-        if latent is None:
-            return 0.0
-        rows = sum(self.layouts[1].sizes[shard] for shard in tile.kv)
-        products = 3 if self.payload.backward else 1
-        return products * rows * latent.flop / self._kernel.speed(rows, rows)
-
-    def call_seconds(self, plan: Plan, rank: int) -> float:
-        """A rank's own time around its program, most of it before: agreement, views, results."""
-        machine, backward = self.machine, self.payload.backward
-        seconds = machine.call_seconds[backward]
-        if not backward:
-            seconds += machine.agree_seconds * (plan.world_size - 1)
-        elif machine.pack_bandwidth:
-            seconds += self.own_bytes(plan, rank) / machine.pack_bandwidth
-        return seconds
-
-    def merge_seconds(self, item: Item, rows: Rows | None = None) -> float:
-        """Adding to a partial that is there."""
-        machine, num_bytes = self.machine, self.partial_bytes(item)
-        if machine.merge_bandwidth is None or not num_bytes:
-            return machine.merge_seconds if num_bytes else 0.0
-        size = self.layouts[item.side].size(item.shard)
-        share = count(rows, size) / max(size, 1)
-        return machine.merge_seconds + share * num_bytes / machine.merge_bandwidth
-
-    def pack_seconds(self, num_bytes: int) -> float:
-        """Copying bytes in memory."""
-        bandwidth = self.machine.pack_bandwidth
-        return num_bytes / bandwidth if bandwidth else 0.0
-
-    def own_bytes(self, plan: Plan, rank: int) -> int:
-        """Return the bytes that a rank holds from the start: q, k, v; in backward also out, dout,
-        lse and delta.
-        """
-        payload, groups = self.payload, self.resolved.groups
-        rows = [
-            sum(layout.size(s) for s, ranks in enumerate(holders) if rank in ranks)
-            for holders, layout in zip(plan.owners, self.layouts, strict=True)
-        ]
-        widths, size = (payload.head_dim, payload.v_head_dim), ITEM_BYTES(payload.dtype)
-        q = groups.num_heads * payload.head_dim * size
-        if payload.backward:
-            statistics = 2 * ITEM_BYTES(accumulator(payload.dtype))
-            q += groups.num_heads * (2 * payload.v_head_dim * size + statistics)
-        return rows[Side.Q] * q + rows[Side.KV] * groups.num_kv_heads * sum(widths) * size
-
-
-class OperationSeconds(NamedTuple):
-    """Seconds of one operation.
+class OpPrice(NamedTuple):
+    """The price of one operation.
 
     Attributes:
-        kernel: of kernels.
-        own: of the rank's own work after them: copying, posting, merging.
+        kernel: seconds of kernels.
+        memory: seconds of copies, fills, merges and encodings.
+        posting: seconds of a rank's own work for its messages.
+        traffic_bytes: bytes that it reads and writes in memory, see compiler.traffic.
     """
 
     kernel: float = 0.0
-    own: float = 0.0
+    memory: float = 0.0
+    posting: float = 0.0
+    traffic_bytes: int = 0
 
 
-def price(operation: Operation, costs: PassCosts) -> OperationSeconds:
-    """The seconds that an operation keeps its rank busy; a rank also waits for what it awaits.
+@dataclass(frozen=True)
+class PassPrices:
+    """Prices of the operations of one pass on a machine."""
 
-    Delta and Collect are free: the machine's seconds of a call, measured around whole passes,
-    have them.
-    """
-    match operation:
-        case AttendTile(tile, adds):
-            kernel = costs.tile_seconds(tile)
-            return OperationSeconds(kernel, sum(map(costs.merge_seconds, adds)) if kernel else 0.0)
-        case Join(item):
-            return OperationSeconds(own=costs.pack_seconds(costs.item_bytes(item)))
-        case Pack(item, rows, encodes):
-            num_bytes = costs.item_bytes(item, rows)
-            num_bytes += costs.encoded_bytes(item, rows) if encodes else 0
-            return OperationSeconds(own=costs.pack_seconds(num_bytes))
-        case Launch():
-            messages = len(operation.sends) + len(operation.recvs)
-            return OperationSeconds(own=costs.machine.message_seconds * messages)
-        case Unpack(transfer, decodes):
-            copied_bytes = costs.encoded_bytes if decodes else costs.item_bytes
-            return OperationSeconds(
-                own=costs.pack_seconds(copied_bytes(transfer.item, transfer.rows))
-            )
-        case MergeArrived(transfer, adds):
-            item, rows = transfer.item, transfer.rows
-            if adds:
-                return OperationSeconds(own=costs.merge_seconds(item, rows))
-            return OperationSeconds(own=costs.pack_seconds(costs.item_bytes(item, rows)))
-        case Delta() | Await() | Collect() | PackHeads():
-            return OperationSeconds()
+    resolved: ResolvedPass
+    machine: Machine
+    _known: dict[tuple[float, float, int], float] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def kernel(self) -> KernelSpeed:
+        payload = self.resolved.payload
+        return self.machine.kernel(payload.dtype, payload.backward, payload.head_dim)
+
+    def kernel_seconds(self, queries: float, area: float, num_heads: int | None = None) -> float:
+        """Seconds of a kernel call with these numbers of queries and allowed pairs.
+
+        Args:
+            num_heads: of the call; None: those of a head group.
+        """
+        payload = self.resolved.payload
+        heads = payload.heads(Side.Q) if num_heads is None else num_heads
+        key = queries, area, heads
+        seconds = self._known.get(key)
+        if seconds is None:
+            flop = payload.flop * area * heads / payload.num_heads
+            launch = self.machine.launch_seconds + self.kernel.launch_seconds
+            seconds = launch + flop / self.kernel.speed(queries, area / queries, heads)
+            self._known[key] = seconds
+        return seconds
+
+    def price(self, op: DraftOp, draft: Draft) -> OpPrice:
+        """The price of an operation of a draft.
+
+        A rank's own time around a pass is the machine's call_seconds: see Machine.
+        """
+        match op:
+            case Attend():
+                return self._attend(op, draft)
+            case Post():
+                messages = len(op.sends) + len(op.recvs)
+                return OpPrice(posting=self.machine.message_seconds * messages)
+            case Expand():
+                return OpPrice(self._latent_seconds(draft.num_rows(op.latents), 1))
+            case Pull():
+                return OpPrice(self._latent_seconds(draft.num_rows(op.dlatents), 2))
+            case ComputeDelta():
+                views = op.out, op.dout, op.product, op.product, op.delta
+                return OpPrice(memory=self._copy_seconds(sum(map(draft.num_bytes, views))))
+        traffic = traffic_bytes(op, draft.num_bytes)  # pyright: ignore
+        match op:
+            case Merge():
+                seconds = self.machine.merge_seconds + self._merge_seconds(traffic)
+            case Encode(_, view) | Decode(_, _, view):
+                seconds = self._copy_seconds(2 * PASSES_OF_ENCODING * draft.num_bytes(view))
+            case _:
+                seconds = self._copy_seconds(traffic)
+        return OpPrice(0.0, seconds, 0.0, traffic)
+
+    def _attend(self, op: Attend[View], draft: Draft) -> OpPrice:
+        """A kernel call; and what it adds in place, or converts to the dtype of partials."""
+        call = op.call
+        area = call.area + (0 if call.kind is Kind.FULL else int(self.kernel.edge_keys * call.num_q))
+        heads = draft.num_heads(op.operands[0])
+        kernel = self.kernel_seconds(call.num_q, area, heads) if area else 0.0
+        traffic = traffic_bytes(op, draft.num_bytes)
+        moved = traffic - sum(op.made_bytes)
+        memory = len(op.added) * self.machine.merge_seconds + self._merge_seconds(moved)
+        return OpPrice(kernel, memory, 0.0, traffic)
+
+    def _latent_seconds(self, rows: int, products: int) -> float:
+        """Seconds of making keys and values of latents, or their gradients of theirs."""
+        latent = self.resolved.payload.wires.latent
+        assert latent is not None
+        return products * rows * latent.flop / self.kernel.speed(rows, rows)
+
+    def _copy_seconds(self, traffic: float) -> float:
+        """Seconds of copies: each number is read and written."""
+        bandwidth = self.machine.pack_bandwidth
+        return traffic / (2 * bandwidth) if bandwidth else 0.0
+
+    def _merge_seconds(self, traffic: float) -> float:
+        """Seconds of merges: of each number two are read and one is written."""
+        bandwidth = self.machine.merge_bandwidth
+        return traffic / (3 * bandwidth) if bandwidth else 0.0

@@ -13,26 +13,27 @@ from functools import cached_property
 from pathlib import Path
 
 from tilewise.arguments import checks_arguments
-from tilewise.compiler.lowering import lower
-from tilewise.compiler.program import Await
-from tilewise.compiler.pruning import all_alike, table_cells
+from tilewise.compiler.codegen import pass_draft, pass_facts
+from tilewise.compiler.draft import Draft
+from tilewise.compiler.facts import DEFAULT_TRAITS, CallTraits
+from tilewise.compiler.pruning import all_alike
 from tilewise.compiler.resolved import ResolvedPass
+from tilewise.plan.builder import gc_paused
 from tilewise.plan.ir import Plan, find_symmetry
-from tilewise.plan.payload import Payload
 from tilewise.plan.shifts import Symmetry
 from tilewise.simulation.disturbance import disturbed
-from tilewise.simulation.engine import Deadlock, EventLoop
+from tilewise.simulation.engine import Deadlock, EventLoop, PricedProgram
+from tilewise.simulation.halves import EXACT_RANKS, halves_of
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
 from tilewise.simulation.peak_memory import PassMemory
-from tilewise.simulation.priced_programs import EXACT_RANKS, Halves, halves_of, price_programs
-from tilewise.simulation.prices import PassCosts
+from tilewise.simulation.priced_programs import price_programs
+from tilewise.simulation.prices import PassPrices
 from tilewise.simulation.shared_rows import with_leaf_moves, with_shared_rows
 from tilewise.simulation.timeline import (
     RankUse,
     Recording,
     Timeline,
-    rank_operations,
     trace_text,
 )
 from tilewise.workload import Workload
@@ -196,13 +197,11 @@ def simulate(
         ValueError: if plan, workload and machine do not fit; above 1024 ranks also if none are
             alike, unless exact.
     """
-    passes = (
-        _joined(
-            _run(resolved, machine, exact, prune), plan, work, machine, resolved.payload.backward
-        )
-        for resolved in work.resolve(plan, backward_plan)
+    passes = work.resolve(plan, backward_plan)
+    (forward, symmetry), (backward, backward_symmetry) = (
+        _joined(_run(passes, machine, back, exact, prune), plan, work, machine, back)
+        for back in (False, True)
     )
-    (forward, symmetry), (backward, backward_symmetry) = passes
     return Simulation(
         forward, backward, (symmetry, backward_symmetry), (plan, backward_plan or plan), work
     )
@@ -219,7 +218,7 @@ def simulate_pass(
 
     A planner chooses the plans of forward and backward apart.
     """
-    timeline_and_symmetry = _run(work.resolve(plan)[backward], machine, exact)
+    timeline_and_symmetry = _run(work.resolve(plan), machine, backward, exact)
     return _joined(timeline_and_symmetry, plan, work, machine, backward)
 
 
@@ -240,72 +239,77 @@ def _joined(
 
 
 def _run(
-    resolved: ResolvedPass, machine: Machine, exact: bool | None, prune: bool = True
+    passes: tuple[ResolvedPass, ResolvedPass],
+    machine: Machine,
+    backward: bool,
+    exact: bool | None,
+    prune: bool = True,
 ) -> tuple[Timeline, Symmetry]:
     """A pass's timeline, and which rank stands for which."""
-    plan, mask, layouts, _, payload = resolved
-    alike = all_alike(plan, mask, layouts)
+    resolved = passes[backward]
     if not prune and not exact:
         exact = False
-    symmetry, halves = _relabelled(plan, machine, alike, layouts[0].size(0), exact)
-    costs = PassCosts(resolved, machine, None, bool(alike))
-    if halves is None and symmetry.members == 1:
-        _check_affordable(plan, machine, exact)
-        cells = None if alike is False else table_cells(plan, mask, *layouts)
-        plan, costs = resolved.pruned if prune else plan, replace(costs, cells=cells)
-    templates = sorted({symmetry.template(rank) for rank in symmetry.representatives()})
-    programs = {rank: lower(plan, rank, carries=payload.carries) for rank in templates}
+    symmetry, run_plan = _simulated(resolved, machine, exact, prune)
+    ours = tuple(one._replace(plan=run_plan) for one in passes)
+
+    def draft_of(rank: int) -> Draft:
+        call, both = CallTraits(prune=False), (ours[0], ours[1])
+        facts = pass_facts(both, rank, backward=backward, call=call, traits=DEFAULT_TRAITS)
+        return pass_draft(facts)
+
     network = Network(machine, symmetry)
-    priced, flows = price_programs(plan, programs, costs, network, halves)
+    prices = PassPrices(resolved, machine)
+    seconds = machine.call_seconds[backward]
+    if not backward:
+        seconds += machine.agree_seconds * (resolved.plan.world_size - 1)
+    with gc_paused():
+        ranks = symmetry.representatives()
+        programs, flows = price_programs(ranks, draft_of, prices, network, seconds)
     if machine.is_disturbed:
-        priced, flows = disturbed(priced, flows, machine)
-    loop = EventLoop(priced, flows, network.routes, network.num_resources)
+        programs, flows = disturbed(programs, flows, machine)
+    loop = EventLoop(programs, flows, network.routes, network.num_resources)
     deadlock = loop.run()
-    run_plan = halves.pruned(plan) if halves else plan
     if deadlock:
-        raise RuntimeError(_deadlock_text(deadlock, run_plan, payload, len(priced)))
-    begins = tuple(map(tuple, loop.begins))
-    recording = Recording(run_plan, payload, begins, tuple(loop.messages))
+        raise RuntimeError(_deadlock_text(deadlock, programs))
+    operations = tuple(program.operations for program in programs)
+    recording = Recording(operations, tuple(map(tuple, loop.begins)), tuple(loop.messages))
     seconds = max(loop.end_seconds, default=0.0)
     return Timeline(seconds, loop.uses(symmetry.members), recording), symmetry
 
 
-def _deadlock_text(deadlock: Deadlock, plan: Plan, payload: Payload, num_ranks: int) -> str:
-    rank, operation_index, arrived, num_ended = deadlock
-    awaited = "its sends"
+def _deadlock_text(deadlock: Deadlock, programs: tuple[PricedProgram, ...]) -> str:
+    rank, operation_index, _, num_ended = deadlock
+    awaited = "for its sends"
     if operation_index is not None:
-        operation = list(rank_operations(plan, payload, rank))[operation_index]
-        assert isinstance(operation, Await)
-        transfer = operation.recvs[arrived.index(False)]
-        awaited = f"step {operation.step}, {transfer.item} from rank {transfer.src}"
+        (mine,) = [program for program in programs if program.rank == rank]
+        awaited = mine.operations[operation_index].label.replace("wait", "for", 1)
     return (
-        f"no rank can go on: rank {rank} waits for {awaited}; {num_ended} of {num_ranks} ranks "
+        f"no rank can go on: rank {rank} waits {awaited}; {num_ended} of {len(programs)} ranks "
         "have ended"
     )
 
 
-def _relabelled(
-    plan: Plan, machine: Machine, alike: bool | None, size: int, exact: bool | None
-) -> tuple[Symmetry, Halves | None]:
-    """Return the symmetry to simulate with, and Halves if programs are relabelled for all ranks.
-
-    Args:
-        size: rows of a shard.
-    """
-    n, every_rank = plan.world_size, Symmetry(plan.world_size)
-    if alike is None or exact or machine.is_disturbed:
-        return every_rank, None
-    symmetry = find_symmetry(plan, blocks(machine, n))
-    if not alike or (
-        symmetry.members > 1 and (exact is False or num_messages(plan) > MOST_MESSAGES)
-    ):
-        return symmetry, None
-    shifts = symmetry.plan_shifts or find_symmetry(plan).plan_shifts
-    if shifts:
-        halves = halves_of(plan, shifts, size)
-        if halves.complete:
-            return halves.symmetry, halves
-    return every_rank if n <= EXACT_RANKS else symmetry, None
+def _simulated(
+    resolved: ResolvedPass, machine: Machine, exact: bool | None, prune: bool
+) -> tuple[Symmetry, Plan]:
+    """Return which ranks are simulated, each for those that are like it, and the plan they run."""
+    plan, mask, layouts, *_ = resolved
+    n, alike, every_rank = plan.world_size, all_alike(plan, mask, layouts), Symmetry(plan.world_size)
+    symmetry = every_rank
+    if alike is not None and not exact and not machine.is_disturbed:
+        symmetry = find_symmetry(plan, blocks(machine, n))
+        several = symmetry.members > 1
+        if not alike or (several and (exact is False or num_messages(plan) > MOST_MESSAGES)):
+            return symmetry, plan
+        shifts = symmetry.plan_shifts or find_symmetry(plan).plan_shifts
+        if shifts and prune:
+            halves = halves_of(plan, shifts, layouts[0].size(0))
+            if halves.complete:
+                return every_rank, halves.pruned(plan)
+        if n > EXACT_RANKS and several:
+            return symmetry, plan
+    _check_affordable(plan, machine, exact)
+    return every_rank, resolved.pruned if prune else plan
 
 
 def num_messages(plan: Plan) -> int:

@@ -1,27 +1,26 @@
 """Timelines: what every rank of a simulated pass did and when, also as a trace for a browser."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from tilewise.compiler.lowering import lower
-from tilewise.compiler.program import AttendTile, Operation, operations
-from tilewise.plan.ir import Plan
-from tilewise.plan.payload import Payload
 from tilewise.simulation.network import LINKS
 
-LANES = ("compute", "wait", "call", *LINKS)
+LANES = ("compute", "memory", "wait", "call", *LINKS)
 
 
 class Span(NamedTuple):
     """Something that a rank did, and for how long.
 
     Attributes:
-        lane: "compute" for tiles, with the merging that follows; "wait" for all other operations;
-            "call" for a rank's own time before its program, and for sends of its own that have
-            not left when the program ends; the class of a link for messages.
+        lane: "compute" for kernel calls, with what they add in place; "memory" for copies, fills,
+            merges and encodings; "wait" for messages that are posted and awaited; "call" for a
+            rank's own time before its program, and for sends of its own that have not left when
+            the program ends; the class of a link for messages.
         name: of an operation its label, as a listing of the rank's code and a profile have it.
+        kind: of an operation its name: "Attend", "Copy", "Fill", "Merge", "Post", ...
+        traffic_bytes: that it reads and writes in memory, as of `Code.traffic_bytes`.
     """
 
     rank: int
@@ -29,14 +28,31 @@ class Span(NamedTuple):
     name: str
     start: float
     seconds: float
+    kind: str = ""
+    traffic_bytes: int = 0
+
+
+class SpannedOperation(Protocol):
+    """What a span says of an operation beside its time."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def lane(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def traffic_bytes(self) -> int: ...
 
 
 class RankUse(NamedTuple):
-    """Time that one rank spent in a pass; compute + exposed + idle seconds make up the pass.
+    """Time that one rank spent in a pass; the seconds of compute, memory, exposed and idle make it
+    up.
 
     Attributes:
-        exposed_seconds: waiting for messages, its own sends at the end included, or packing,
-            posting and merging them, and what a call takes around its program.
+        exposed_seconds: waiting for messages, its own sends at the end included, or posting them,
+            and what a call takes around its program.
+        memory_seconds: of copies, fills, merges and encodings, and of what calls add in place.
     """
 
     rank: int
@@ -45,6 +61,7 @@ class RankUse(NamedTuple):
     exposed_seconds: float
     idle_seconds: float  # nothing left to do while others went on
     bytes_by_link: dict[str, int]  # sent, by the class of the link
+    memory_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,13 +69,12 @@ class Recording:
     """Beginnings of the operations of a pass, and their labels.
 
     Args:
-        plan: whose programs ran.
+        operations: of every rank of the timeline.
         begins: of every rank of the timeline: when each operation began, then when the last ended.
         messages: spans in the lanes of links.
     """
 
-    plan: Plan
-    payload: Payload
+    operations: tuple[Sequence[SpannedOperation], ...]
     begins: tuple[tuple[float, ...], ...]
     messages: tuple[Span, ...]
 
@@ -79,8 +95,6 @@ class Timeline:
     def spans(self) -> tuple[Span, ...]:
         """Return the operations of every rank in order, those of no duration too; then all
         messages.
-
-        Labels are written now, from the ranks' programs: few who simulate look at them.
         """
         operation_spans = (span for use in self.ranks for span in self.rank_spans(use.rank))
         return (*operation_spans, *self.messages)
@@ -89,8 +103,15 @@ class Timeline:
     def messages(self) -> tuple[Span, ...]:
         return self.recording.messages if self.recording else ()
 
-    def rank_spans(self, rank: int) -> Iterator[Span]:
-        """The operations of a rank, in order, and its call around them."""
+    def rank_spans(self, rank: int) -> tuple[Span, ...]:
+        """The operations of a rank, in order, and its call around them.
+
+        Raises:
+            ValueError: if the rank was simulated by another one that is like it.
+        """
+        return tuple(self._rank_spans(rank))
+
+    def _rank_spans(self, rank: int) -> Iterator[Span]:
         if self.recording is None:
             return
         index_of_rank = {use.rank: index for index, use in enumerate(self.ranks)}
@@ -101,23 +122,17 @@ class Timeline:
             )
         index = index_of_rank[rank]
         use, (*begins, last_end) = self.ranks[index], self.recording.begins[index]
-        ended = use.compute_seconds + use.exposed_seconds
+        ended = use.compute_seconds + use.memory_seconds + use.exposed_seconds
         first_begin = begins[0] if begins else last_end
         if first_begin:
             yield Span(rank, "call", "call", 0.0, first_begin)
         ends = (*begins[1:], last_end)
-        rank_program = rank_operations(self.recording.plan, self.recording.payload, rank)
-        for operation, start, end in zip(rank_program, begins, ends, strict=True):
-            lane = "compute" if isinstance(operation, AttendTile) else "wait"
-            yield Span(rank, lane, str(operation), start, end - start)
+        operations = self.recording.operations[index]
+        for operation, start, end in zip(operations, begins, ends, strict=True):
+            lane, kind, traffic = operation.lane, operation.kind, operation.traffic_bytes
+            yield Span(rank, lane, operation.label, start, end - start, kind, traffic)
         if ended > last_end:
             yield Span(rank, "call", "wait for sends", last_end, ended - last_end)
-
-
-def rank_operations(plan: Plan, payload: Payload, rank: int) -> Iterator[Operation]:
-    """The operations that one rank runs in a pass."""
-    program = lower(plan, rank, carries=payload.carries)
-    return operations(program, payload, packs_alone=plan.num_head_groups > 1)
 
 
 def trace_text(passes: tuple[Timeline, Timeline]) -> str:
@@ -139,7 +154,8 @@ def _names(passes: tuple[Timeline, Timeline]) -> Iterator[dict[str, Any]]:
 def _events(passes: tuple[Timeline, Timeline]) -> Iterator[dict[str, Any]]:
     pass_start = 0.0
     for pass_name, timeline in zip(("forward", "backward"), passes, strict=True):
-        for rank, lane, name, start, seconds in timeline.spans:
+        for rank, lane, name, start, seconds, kind, traffic in timeline.spans:
+            more = {"args": {"bytes in memory": traffic}} if kind and traffic else {}
             yield {
                 "ph": "X",
                 "name": name,
@@ -148,5 +164,6 @@ def _events(passes: tuple[Timeline, Timeline]) -> Iterator[dict[str, Any]]:
                 "tid": LANES.index(lane),
                 "ts": round((pass_start + start) * 1e6, 6),
                 "dur": round(seconds * 1e6, 6),
+                **more,
             }
         pass_start += timeline.seconds
