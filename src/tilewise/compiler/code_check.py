@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from tilewise.arguments import item_bytes
-from tilewise.compiler.code import Code, Home, Ref, Refs, extent
+from tilewise.compiler.code import Code, Home, Ref, Refs, TensorSpec, extent
 from tilewise.compiler.ops import Op, Post, Wait, reads, writes
 from tilewise.compiler.placement import Departures, arrivals_with_bytes, sends_bytes
 
@@ -61,7 +62,7 @@ class _Checker:
         self.code, self.departs = code, departs
         homes = [buffer.home for buffer in code.buffers]
         given = {
-            spec.buffer: code.num_bytes_of(Ref(number))
+            spec.buffer: code.num_bytes_of((Ref(number),))
             for number, spec in enumerate(code.tensors)
             if homes[spec.buffer] is Home.GIVEN
         }
@@ -139,9 +140,10 @@ class _Checker:
         return self.meanings[buffer] if buffer in self.meanings else self._found_meaning(buffer)
 
     def _found_meaning(self, buffer: int) -> np.ndarray | None:
-        # The first tensor of a buffer is all of it, others are what lies in it.
-        _, *inside = (spec for spec in self.code.tensors if spec.buffer == buffer)
-        meant = np.zeros(self.code.buffers[buffer].num_bytes, bool) if inside else None
+        num_bytes = self.code.buffers[buffer].num_bytes
+        found = [spec for spec in self.code.tensors if spec.buffer == buffer]
+        inside = [spec for spec in found if not _is_all(spec, num_bytes)]
+        meant = np.zeros(num_bytes, bool) if inside else None
         for spec in inside:
             size = item_bytes(spec.dtype)
             if meant is not None and 0 not in spec.shape:
@@ -225,6 +227,11 @@ class _Checker:
             places = self._places(ref)
             if places is not None:
                 places.busy[...] -= 1
+
+
+def _is_all(spec: TensorSpec, num_bytes: int) -> bool:
+    """Return whether a tensor is all bytes of its buffer, padding too; fields lie in some."""
+    return prod(spec.shape) * item_bytes(spec.dtype) == num_bytes
 
 
 def _each(operands: Iterable[Refs]) -> Iterator[Ref]:

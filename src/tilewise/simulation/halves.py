@@ -6,14 +6,14 @@ others send all of it. This says which, for all ranks at once, faster than pruni
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Rows, Side, Transfer
 from tilewise.plan.kept import kept_with_plan
-from tilewise.plan.shifts import Shift, absolutes, relative
+from tilewise.plan.shifts import Shift, absolute, absolutes, relative
 
 EXACT_RANKS = 64
 """Up to this many ranks, every rank is simulated as it is pruned under a causal mask."""
@@ -63,6 +63,32 @@ class Halves:
     def members(self, template: int) -> Array:
         """The ranks that are relabelled from a template, ascending."""
         return self._members[template]
+
+    def models(self, plan: Plan) -> dict[int, int]:
+        """For each rank the lowest one that is relabelled from the same template, and of whose
+        transfers the same ones are whole.
+        """
+        models: dict[int, int] = {}
+        for template, members in self._members.items():
+            whole = [
+                self._decided(number, transfer)
+                for number, step in enumerate(plan.rank_steps(template))
+                for transfer in (*step.sends, *step.recvs)
+            ]
+            columns = [
+                all_rows[self._index[absolutes(rank, members, self._shifts)]]
+                for rank, all_rows in whole
+            ]
+            table = np.array(columns, bool).reshape(len(columns), len(members)).T
+            first: dict[bytes, int] = {}
+            for rank, row in zip(members.tolist(), table, strict=True):
+                models[rank] = first.setdefault(row.tobytes(), rank)
+        return models
+
+    def relabelled(self, model: int, rank: int) -> Callable[[int], int]:
+        """Return what a rank calls the ranks and shards that a model of its names."""
+        shifts = self._shifts
+        return lambda number: absolute(relative(number, model, shifts), rank, shifts)
 
     def pruned(self, plan: Plan) -> Plan:
         """The plan with the rows that the mask leaves of every transfer."""

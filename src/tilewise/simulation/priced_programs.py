@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tilewise.compiler.draft import Draft, View
@@ -18,8 +18,15 @@ MessageKey = tuple[int, int, int, Side, Role]
 role)."""
 
 
+class Model(NamedTuple):
+    """A rank whose operations another rank's are priced by, and how that one names ranks."""
+
+    rank: int
+    relabelled: Callable[[int], int] = int
+
+
 def price_programs(
-    ranks: Iterable[int],
+    models: Mapping[int, Model],
     draft_of: Callable[[int], Draft],
     prices: PassPrices,
     network: Network,
@@ -28,12 +35,17 @@ def price_programs(
     """Price the operations of some ranks, and collect their messages.
 
     Args:
-        ranks: that are simulated: one of each class of alike ranks.
+        models: of every rank that is simulated.
         draft_of: the operations of a rank.
         call_seconds: a rank's own work before its first operation.
     """
     writer = _Writer(prices, network)
-    unresolved = [(rank, writer.operations(rank, draft_of(rank))) for rank in ranks]
+    priced: dict[int, list[_Operation]] = {}
+    unresolved: list[tuple[int, list[tuple[RankOperation, Awaited]]]] = []
+    for rank, (model, relabelled) in models.items():
+        if model not in priced:
+            priced[model] = writer.priced(draft_of(model))
+        unresolved.append((rank, writer.operations(rank, priced[model], relabelled)))
     programs = tuple(
         PricedProgram(
             rank, network.compute(rank), call_seconds, tuple(writer.resolved(operations))
@@ -43,13 +55,6 @@ def price_programs(
     return programs, tuple(writer.flows)
 
 
-class _Operation(NamedTuple):
-    """An operation of a rank, and the messages that it waits for."""
-
-    operation: RankOperation
-    awaited: tuple[MessageKey | None, ...]
-
-
 class _Sent(NamedTuple):
     """What one launch sends to one peer, of one side and role: it travels as one message."""
 
@@ -57,7 +62,27 @@ class _Sent(NamedTuple):
     part: tuple[Side, Role]
     num_bytes: int
     num_items: int
-    first: Item
+    item: Item
+    step: int
+
+
+class _Operation(NamedTuple):
+    """An operation as its model has it.
+
+    Attributes:
+        sent: messages that it starts.
+        arriving: numbers of the receives that it posts, with each message; None: it is empty.
+        arrivals: numbers of the receives that it waits for.
+    """
+
+    operation: RankOperation
+    sent: tuple[_Sent, ...] = ()
+    arriving: tuple[tuple[int, Message | None], ...] = ()
+    arrivals: tuple[int, ...] = ()
+
+
+Awaited = tuple[MessageKey | None, ...]
+"""The messages that an operation waits for; None: one that is empty."""
 
 
 class _Writer:
@@ -68,36 +93,48 @@ class _Writer:
         self.flows: list[Flow] = []
         self._flow_by_key: dict[MessageKey, int] = {}
 
-    def operations(self, rank: int, draft: Draft) -> list[_Operation]:
-        """The operations of a rank; what they wait for may be sent by a rank that comes later."""
+    def priced(self, draft: Draft) -> list[_Operation]:
+        """The operations of a draft with their prices."""
         found: list[_Operation] = []
-        last_flows: dict[int, int] = {}  # the last flow to each peer
-        keys: dict[int, MessageKey | None] = {}
         for op in draft.ops:
             kernel, memory, posting, traffic = self._prices.price(op, draft)
-            leaving: tuple[int, ...] = ()
-            awaited: tuple[MessageKey | None, ...] = ()
-            lane = "memory"
-            if isinstance(op, Post):
+            kind, lane = type(op).__name__, "memory"
+            if isinstance(op, Post | Wait):
                 lane = "wait"
-                first = len(self.flows)
-                self._send(rank, self._sent(op, draft), op, last_flows)
-                leaving = tuple(range(first, len(self.flows)))
-                for number, message, room in zip(op.arrivals, op.recvs, op.arriving, strict=True):
-                    keys[number] = self._key_of(rank, message, draft.num_bytes(room))
-            elif isinstance(op, Wait):
-                lane = "wait"
-                awaited = tuple(keys[number] for number in op.arrivals)
             elif isinstance(op, Attend | Expand | Pull):
                 lane = "compute"
-            kind = type(op).__name__
-            operation = RankOperation(
-                kernel, memory + posting, leaving, (), op.label, lane, kind, traffic
-            )
-            found.append(_Operation(operation, awaited))
+            own = memory + posting
+            operation = RankOperation(kernel, own, (), (), op.label, lane, kind, traffic)
+            if isinstance(op, Post):
+                rooms = zip(op.arrivals, op.recvs, op.arriving, strict=True)
+                arriving = ((n, x if draft.num_bytes(room) else None) for n, x, room in rooms)
+                found.append(_Operation(operation, _sent(op, draft), tuple(arriving)))
+            elif isinstance(op, Wait):
+                found.append(_Operation(operation, (), (), op.arrivals))
+            else:
+                found.append(_Operation(operation))
         return found
 
-    def resolved(self, operations: Iterable[_Operation]) -> Iterable[RankOperation]:
+    def operations(
+        self, rank: int, priced: Sequence[_Operation], relabelled: Callable[[int], int]
+    ) -> list[tuple[RankOperation, Awaited]]:
+        """The operations of a rank; what they wait for may be sent by a rank that comes later."""
+        found: list[tuple[RankOperation, Awaited]] = []
+        last_flows: dict[int, int] = {}  # the last flow to each peer
+        keys: dict[int, MessageKey | None] = {}
+        for operation, sent, arriving, arrivals in priced:
+            for number, message in arriving:
+                keys[number] = message and self._received(rank, message, relabelled)
+            if sent:
+                first = len(self.flows)
+                self._send(rank, sent, relabelled, last_flows)
+                operation = operation._replace(leaving=tuple(range(first, len(self.flows))))
+            found.append((operation, tuple(map(keys.__getitem__, arrivals))))
+        return found
+
+    def resolved(
+        self, operations: Iterable[tuple[RankOperation, Awaited]]
+    ) -> Iterable[RankOperation]:
         """Operations with the flows that they wait for, once those of all ranks are known."""
         for operation, awaited in operations:
             if awaited:
@@ -107,12 +144,11 @@ class _Writer:
                 operation = operation._replace(awaited=tuple(flows))
             yield operation
 
-    def _key_of(self, rank: int, message: Message, num_bytes: int) -> MessageKey | None:
-        """The key of a message that a rank receives; None if it is empty."""
+    def _received(
+        self, rank: int, message: Message, relabelled: Callable[[int], int]
+    ) -> MessageKey:
         assert isinstance(message.item, Item)
-        if not num_bytes:
-            return None
-        return self._key(message.step, message.peer, rank, message.item[:2])
+        return self._key(message.step, relabelled(message.peer), rank, message.item[:2])
 
     def _key(self, step: int, src: int, dst: int, part: tuple[Side, Role]) -> MessageKey:
         symmetry = self._network.symmetry
@@ -120,42 +156,48 @@ class _Writer:
             src, dst = symmetry.representative(src), relative(dst, src, symmetry.shifts)
         return step, src, dst, *part
 
-    def _sent(self, post: Post[View], draft: Draft) -> list[_Sent]:
-        """The messages of a launch, in the order of their first items."""
-        found: dict[tuple[int, tuple[Side, Role]], _Sent] = {}
-        for message, view in zip(post.sends, post.leaving, strict=True):
-            item = message.item
-            assert isinstance(item, Item)
-            key, num_bytes = (message.peer, item[:2]), draft.num_bytes(view)
-            before = found.get(key)
-            if before is None:
-                found[key] = _Sent(*key, num_bytes, 1, item)
-            else:
-                total, items = before.num_bytes + num_bytes, before.num_items + 1
-                found[key] = before._replace(num_bytes=total, num_items=items)
-        return [message for message in found.values() if message.num_bytes]
-
     def _send(
-        self, rank: int, sent: list[_Sent], post: Post[View], last_flows: dict[int, int]
+        self,
+        rank: int,
+        sent: Sequence[_Sent],
+        relabelled: Callable[[int], int],
+        last_flows: dict[int, int],
     ) -> None:
         """Append a rank's flows. Equal messages by one route after the same flow are one flow."""
         network, first_flow = self._network, len(self.flows)
-        groups: dict[tuple[int, int, int], list[_Sent]] = {}
+        groups: dict[tuple[int, int, int], list[tuple[int, _Sent]]] = {}
         flow_by_group: dict[tuple[int, int, int], int] = {}
         for message in sent:
-            peer = message.peer
+            peer = relabelled(message.peer)
             group = network.message(rank, peer), message.num_bytes, last_flows.get(peer, LOST)
-            groups.setdefault(group, []).append(message)
+            groups.setdefault(group, []).append((peer, message))
             flow = flow_by_group.setdefault(group, first_flow + len(flow_by_group))
             last_flows[peer] = flow
-            step = post.sends[0].step
-            self._flow_by_key[self._key(step, rank, peer, message.part)] = flow
+            self._flow_by_key[self._key(message.step, rank, peer, message.part)] = flow
         for (route, size, previous), messages in groups.items():
-            one, num_items = messages[0], sum(message.num_items for message in messages)
-            link = network.link(rank, one.peer)
+            peer, one = messages[0]
+            num_items = sum(message.num_items for _, message in messages)
+            link = network.link(rank, peer)
             seconds = size / network.bandwidth(link) + self._prices.machine.carry_seconds
-            name = f"{one.first} to {one.peer}" + f" and {num_items - 1} more" * (num_items > 1)
+            item = one.item._replace(shard=relabelled(one.item.shard))
+            name = f"{item} to {peer}" + f" and {num_items - 1} more" * (num_items > 1)
             latency, count = network.latency(link), len(messages)
             self.flows.append(
                 Flow(rank, route, link, seconds, size, count, latency, previous, name)
             )
+
+
+def _sent(post: Post[View], draft: Draft) -> tuple[_Sent, ...]:
+    """The messages of a launch, in the order of their first items; none that are empty."""
+    found: dict[tuple[int, tuple[Side, Role]], _Sent] = {}
+    for message, view in zip(post.sends, post.leaving, strict=True):
+        item = message.item
+        assert isinstance(item, Item)
+        key, num_bytes = (message.peer, item[:2]), draft.num_bytes(view)
+        before = found.get(key)
+        if before is None:
+            found[key] = _Sent(*key, num_bytes, 1, item, message.step)
+        else:
+            total, items = before.num_bytes + num_bytes, before.num_items + 1
+            found[key] = before._replace(num_bytes=total, num_items=items)
+    return tuple(message for message in found.values() if message.num_bytes)

@@ -8,6 +8,7 @@ packing take time, and transfers slow kernels down, only where the machine says 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +28,7 @@ from tilewise.simulation.halves import EXACT_RANKS, halves_of
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
 from tilewise.simulation.peak_memory import PassMemory
-from tilewise.simulation.priced_programs import price_programs
+from tilewise.simulation.priced_programs import Model, price_programs
 from tilewise.simulation.prices import PassPrices
 from tilewise.simulation.shared_rows import with_leaf_moves, with_shared_rows
 from tilewise.simulation.timeline import (
@@ -41,6 +42,10 @@ from tilewise.workload import Workload
 MOST_MESSAGES = 1 << 17
 """Up to this many messages of a pass, all ranks are simulated where their programs are few programs
 relabelled. Ten thousand messages take about a second."""
+
+OWN_RANKS = 16
+"""Up to this many ranks, each is priced by its own operations. Of more, one rank of each class is:
+ranks that are relabelled from one template, and of whose transfers the same ones are whole."""
 
 MOST_APART = 1024
 """Up to this many ranks that are not alike are simulated without exact=True: more take minutes."""
@@ -249,7 +254,7 @@ def _run(
     resolved = passes[backward]
     if not prune and not exact:
         exact = False
-    symmetry, run_plan = _simulated(resolved, machine, exact, prune)
+    symmetry, run_plan, models = _simulated(resolved, machine, exact, prune)
     ours = tuple(one._replace(plan=run_plan) for one in passes)
 
     def draft_of(rank: int) -> Draft:
@@ -263,8 +268,7 @@ def _run(
     if not backward:
         seconds += machine.agree_seconds * (resolved.plan.world_size - 1)
     with gc_paused():
-        ranks = symmetry.representatives()
-        programs, flows = price_programs(ranks, draft_of, prices, network, seconds)
+        programs, flows = price_programs(models, draft_of, prices, network, seconds)
     if machine.is_disturbed:
         programs, flows = disturbed(programs, flows, machine)
     loop = EventLoop(programs, flows, network.routes, network.num_resources)
@@ -272,9 +276,21 @@ def _run(
     if deadlock:
         raise RuntimeError(_deadlock_text(deadlock, programs))
     operations = tuple(program.operations for program in programs)
-    recording = Recording(operations, tuple(map(tuple, loop.begins)), tuple(loop.messages))
+    begins, messages = tuple(map(tuple, loop.begins)), tuple(loop.messages)
+    others = frozenset(rank for rank, model in models.items() if model.rank != rank)
+    labels = _labels(draft_of) if others else None
+    recording = Recording(operations, begins, messages, others, labels)
     seconds = max(loop.end_seconds, default=0.0)
     return Timeline(seconds, loop.uses(symmetry.members), recording), symmetry
+
+
+def _labels(draft_of: Callable[[int], Draft]) -> Callable[[int], list[str]]:
+    """The labels of a rank's operations, for those that were priced by another rank's."""
+
+    def labels(rank: int) -> list[str]:
+        return [op.label for op in draft_of(rank).ops]
+
+    return labels
 
 
 def _deadlock_text(deadlock: Deadlock, programs: tuple[PricedProgram, ...]) -> str:
@@ -291,8 +307,10 @@ def _deadlock_text(deadlock: Deadlock, programs: tuple[PricedProgram, ...]) -> s
 
 def _simulated(
     resolved: ResolvedPass, machine: Machine, exact: bool | None, prune: bool
-) -> tuple[Symmetry, Plan]:
-    """Return which ranks are simulated, each for those that are like it, and the plan they run."""
+) -> tuple[Symmetry, Plan, dict[int, Model]]:
+    """Return which ranks are simulated, each for those that are like it, the plan that they run,
+    and the ranks by whose operations theirs are priced.
+    """
     plan, mask, layouts, *_ = resolved
     n, alike, every_rank = plan.world_size, all_alike(plan, mask, layouts), Symmetry(plan.world_size)
     symmetry = every_rank
@@ -300,16 +318,27 @@ def _simulated(
         symmetry = find_symmetry(plan, blocks(machine, n))
         several = symmetry.members > 1
         if not alike or (several and (exact is False or num_messages(plan) > MOST_MESSAGES)):
-            return symmetry, plan
+            return symmetry, plan, _own(symmetry)
         shifts = symmetry.plan_shifts or find_symmetry(plan).plan_shifts
         if shifts and prune:
             halves = halves_of(plan, shifts, layouts[0].size(0))
             if halves.complete:
-                return every_rank, halves.pruned(plan)
+                models = _own(every_rank)
+                if n > OWN_RANKS:
+                    models = {
+                        rank: Model(model, halves.relabelled(model, rank)) if model != rank else Model(rank)
+                        for rank, model in sorted(halves.models(plan).items())
+                    }
+                return every_rank, halves.pruned(plan), models
         if n > EXACT_RANKS and several:
-            return symmetry, plan
+            return symmetry, plan, _own(symmetry)
     _check_affordable(plan, machine, exact)
-    return every_rank, resolved.pruned if prune else plan
+    return every_rank, resolved.pruned if prune else plan, _own(every_rank)
+
+
+def _own(symmetry: Symmetry) -> dict[int, Model]:
+    """Every rank that stands for others is priced by its own operations."""
+    return {rank: Model(rank) for rank in symmetry.representatives()}
 
 
 def num_messages(plan: Plan) -> int:

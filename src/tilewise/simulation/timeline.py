@@ -1,7 +1,7 @@
 """Timelines: what every rank of a simulated pass did and when, also as a trace for a browser."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -72,11 +72,15 @@ class Recording:
         operations: of every rank of the timeline.
         begins: of every rank of the timeline: when each operation began, then when the last ended.
         messages: spans in the lanes of links.
+        relabelled: ranks whose operations have the labels of a rank that is like them.
+        labels: writes the labels of such a rank's own: few who simulate look at them.
     """
 
     operations: tuple[Sequence[SpannedOperation], ...]
     begins: tuple[tuple[float, ...], ...]
     messages: tuple[Span, ...]
+    relabelled: frozenset[int] = frozenset()
+    labels: Callable[[int], Sequence[str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -128,9 +132,13 @@ class Timeline:
             yield Span(rank, "call", "call", 0.0, first_begin)
         ends = (*begins[1:], last_end)
         operations = self.recording.operations[index]
-        for operation, start, end in zip(operations, begins, ends, strict=True):
+        labels = [operation.label for operation in operations]
+        if rank in self.recording.relabelled and self.recording.labels is not None:
+            own = self.recording.labels(rank)
+            labels = own if len(own) == len(labels) else labels
+        for operation, label, start, end in zip(operations, labels, begins, ends, strict=True):
             lane, kind, traffic = operation.lane, operation.kind, operation.traffic_bytes
-            yield Span(rank, lane, operation.label, start, end - start, kind, traffic)
+            yield Span(rank, lane, label, start, end - start, kind, traffic)
         if ended > last_end:
             yield Span(rank, "call", "wait for sends", last_end, ended - last_end)
 

@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Full, Mask
-from tilewise.plan.builder import partial
-from tilewise.plan.ir import Item, Rows, Side, Tile
+from tilewise.plan.ir import Rows, Side, Tile
 from tilewise.plan.payload import HeadGroups
 from tilewise.plan.row_ranges import Ranges, count_rows, row_index, to_ranges
 from tilewise.tiles.calls import KernelCall, Kind
@@ -29,11 +28,9 @@ class RowSelection(NamedTuple, Generic[Numbers]):
 
     Attributes:
         shard: number among the tile's shards of this side.
-        item: the partial to which the rows' results are added.
     """
 
     shard: int
-    item: Item
     call: slice | Numbers | None
     block: slice | Numbers | None
     local: slice | Numbers | None
@@ -73,14 +70,7 @@ class TileCalls(NamedTuple):
             for layout, shards, rows in zip(self.layouts, tile[:2], held, strict=True)
         )
         for mask, q_heads, kv_heads in self.masks(tile.heads):
-            for call, *rows_by_side in _calls(blocks, mask, self.cut):
-                q, k = (
-                    tuple(
-                        x._replace(item=partial(side, shards[x.shard], tile.heads))
-                        for x in rows_of_side
-                    )
-                    for side, shards, rows_of_side in zip(Side, tile[:2], rows_by_side, strict=True)
-                )
+            for call, q, k in _calls(blocks, mask, self.cut):
                 yield CallParts(call, q, k, q_heads, kv_heads)
 
     def masks(self, group: int) -> Iterator[tuple[Mask, slice | None, slice | None]]:
@@ -101,7 +91,7 @@ Placed: TypeAlias = tuple[
     tuple[KernelCall, tuple[RowSelection[np.ndarray], ...], tuple[RowSelection[np.ndarray], ...]],
     ...,
 ]
-"""Calls and their rows by side; the items are those of shard 0."""
+"""Calls and their rows by side."""
 
 
 class _Block(NamedTuple):
@@ -144,16 +134,14 @@ def _spans(runs: tuple[tuple[int, int, int], ...], rows: Rows) -> Ranges | None:
 
 def _closed_up(parts: Sequence[Ranges]) -> list[Ranges]:
     """Positions without the gaps between them."""
-    table = np.array([span for part in parts for span in part], np.int64).reshape(-1, 2)
-    edges, edge_indices = np.unique(table, return_inverse=True)
-    starts, stops = edge_indices.reshape(-1, 2).T
-    depth = np.bincount(starts, minlength=len(edges)) - np.bincount(stops, minlength=len(edges))
-    sizes = np.diff(edges) * (np.cumsum(depth)[:-1] > 0)
-    new_positions = np.concatenate([[0], np.cumsum(sizes)])
-    new_ranges = iter(
-        zip(new_positions[starts].tolist(), new_positions[stops].tolist(), strict=True)
-    )
-    return [tuple(next(new_ranges) for _ in part) for part in parts]
+    moved: dict[tuple[int, int], tuple[int, int]] = {}
+    end = gaps = 0
+    for start, stop in sorted({span for part in parts for span in part}):
+        if start > end:
+            gaps += start - end
+        end = max(end, stop)
+        moved[start, stop] = start - gaps, stop - gaps
+    return [tuple([moved[span] for span in part]) for part in parts]
 
 
 @lru_cache(maxsize=256)
@@ -173,13 +161,13 @@ def _shared(
 def _made(sides: Sequence[Sequence[_Block]], mask: Mask, cut: CallStyle) -> Placed:
     q, k = (np.concatenate([block.positions for block in side]) for side in sides)
     return tuple(
-        (call, _parts(Side.Q, call.q, sides[0]), _parts(Side.KV, call.k, sides[1]))
+        (call, _parts(call.q, sides[0]), _parts(call.k, sides[1]))
         for call in _cut(q, k, mask, cut)
     )
 
 
 def _parts(
-    side: Side, ranges: Ranges, blocks: Sequence[_Block]
+    ranges: Ranges, blocks: Sequence[_Block]
 ) -> tuple[RowSelection[np.ndarray], ...]:
     """Return which rows of which block a call reads, in the order of the call."""
     starts = [*accumulate((len(block.local) for block in blocks), initial=0)]
@@ -189,7 +177,7 @@ def _parts(
         limits = count_rows(ranges), len(local), size
         for row_groups in _pieces((in_call, in_block, local[in_block])):
             index = (_index(x, n) for x, n in zip(row_groups, limits, strict=True))
-            part = RowSelection(i, partial(side, 0), *index)
+            part = RowSelection(i, *index)
             parts.append((int(row_groups[0][0]), part))
     return tuple(part for _, part in sorted(parts, key=lambda placed: placed[0]))
 
@@ -227,30 +215,6 @@ def num_rows(index: slice | Sized | None, size: int) -> int:
     if isinstance(index, slice):
         return len(range(*index.indices(size)))
     return size if index is None else len(index)
-
-
-def span(
-    parts: Sequence[RowSelection[Any]], sizes: Sequence[int], starts: Sequence[int | None]
-) -> tuple[int, int] | None:
-    """The rows of a buffer in which all parts lie side by side, in order; None if they do not.
-
-    Args:
-        sizes, starts: rows of each of the tile's blocks of this side, and where in the buffer its
-            first is; None: it is not there.
-    """
-    span_start = span_end = None
-    for part in parts:
-        start = starts[part.shard]
-        if start is None or not (is_range(part.call) and is_range(part.block)):
-            return None
-        first_row, stop_row = (
-            (0, sizes[part.shard]) if part.block is None else (part.block.start, part.block.stop)
-        )
-        if span_end not in (None, start + first_row):
-            return None
-        span_start = start + first_row if span_start is None else span_start
-        span_end = start + stop_row
-    return None if span_start is None or span_end is None else (span_start, span_end)
 
 
 def _cut(q: np.ndarray, k: np.ndarray, mask: Mask, style: CallStyle) -> Sequence[KernelCall]:

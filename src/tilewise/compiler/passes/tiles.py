@@ -67,7 +67,7 @@ def _attend(draft: Draft, facts: Facts, tile: AttendTile, parts: CallParts[np.nd
             results.append(aside)
             label = f"merge {of}"
             merges += _merges(draft, facts, label, aside, targets, selections[side], heads[side])
-    places = _places(facts, parts) if facts.call.places or facts.latent else None
+    places = _places(facts, tile.tile, parts) if facts.call.places or facts.latent else None
     made = tuple(_made_bytes(draft, view, facts.payload.dtype) for view in results)
     adds = (False,) * len(results)
     ends = tuple(operands), (), tuple(results), adds, made
@@ -176,26 +176,30 @@ def _merges(
     return found
 
 
-def _places(facts: Facts, parts: CallParts[np.ndarray]) -> RowTables:
+def _places(facts: Facts, tile: Tile, parts: CallParts[np.ndarray]) -> RowTables:
     """Return the positions of a call's rows, keys and heads in the whole attention."""
     groups = facts.resolved.groups
     q, k = (
-        _positions(layout, of)
-        for layout, of in zip(facts.tile_layouts, (parts.q, parts.k), strict=True)
+        _positions(layout, shards, of)
+        for layout, shards, of in zip(
+            facts.tile_layouts, (tile.q, tile.kv), (parts.q, parts.k), strict=True
+        )
     )
-    first = groups.slice(Side.Q, parts.q[0].item.heads).start
+    first = groups.slice(Side.Q, tile.heads).start
     first += parts.q_heads.start if parts.q_heads else 0
-    heads = groups.slice(Side.KV, parts.k[0].item.heads)
+    heads = groups.slice(Side.KV, tile.heads)
     if parts.kv_heads is not None:
         start = heads.start + parts.kv_heads.start
         heads = slice(start, start + _length(parts.kv_heads))
     return RowTables(Table.of(q), Table.of(k), first, (heads.start, heads.stop))
 
 
-def _positions(layout: Layout, parts: Sequence[RowSelection[np.ndarray]]) -> np.ndarray:
+def _positions(
+    layout: Layout, shards: Sequence[int], parts: Sequence[RowSelection[np.ndarray]]
+) -> np.ndarray:
     """Global positions of a call's rows of one side, in the order of the call."""
-    shards = [layout.rows(part.item.shard) for part in parts]
-    rows = [x if p.local is None else x[p.local] for x, p in zip(shards, parts, strict=True)]
+    whole = [layout.rows(shards[part.shard]) for part in parts]
+    rows = [x if p.local is None else x[p.local] for x, p in zip(whole, parts, strict=True)]
     positions = np.concatenate(rows)
     if len(parts) > 1:
         for x, part in zip(rows, parts, strict=True):
