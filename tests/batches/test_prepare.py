@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import tilewise as tw
 from tilewise.batches.schedule import BatchStep, StepStream
-from tilewise.compiler import code, codegen
+from tilewise.compiler import code, facts
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution import forward_backward
 from tilewise.integrations import hf
@@ -73,8 +73,8 @@ def test_nothing_is_planned_again_where_a_prepared_value_arrives(kernel, monkeyp
         raise AssertionError("planned in the main process")
 
     monkeypatch.setattr(forward_backward, "pass_code", refuse)
-    monkeypatch.setattr(codegen, "lower", refuse)
-    monkeypatch.setattr(codegen, "placed", refuse)
+    monkeypatch.setattr(facts, "lower", refuse)
+    monkeypatch.setattr("tilewise.compiler.passes.place.placed", refuse)
     monkeypatch.setattr(TileCalls, "calls", refuse)
     found = attended(step, lambda rank: {"plan": plans[rank]}, kernel=kernel)
     assert all(torch.isfinite(x).all() for rank in found for x in rank)
@@ -114,7 +114,7 @@ def test_a_canonical_call_of_a_prepared_value_is_refused_by_name():
 def test_a_prepared_value_of_another_format_is_refused(monkeypatch):
     stored = pickle.dumps(first_step().prepare(1))
     monkeypatch.setattr(code, "CODE_FORMAT", 7)
-    with pytest.raises(ValueError, match=r"in format 2, .* reads format 7; prepare it anew"):
+    with pytest.raises(ValueError, match=r"in format 3, .* reads format 7; prepare it anew"):
         pickle.loads(stored)
 
 

@@ -1,8 +1,9 @@
-"""Codes of every strategy: they keep to their memory, and say what their program does."""
+"""Codes of every strategy: they keep to their memory, and do what their program says."""
 
 from __future__ import annotations
 
 import pickle
+from itertools import groupby
 
 import pytest
 import torch
@@ -14,11 +15,14 @@ from tilewise.compiler.code import Code
 from tilewise.compiler.code_check import check_code
 from tilewise.compiler.codegen import pass_code
 from tilewise.compiler.lowering import lower
-from tilewise.compiler.program import operations
+from tilewise.compiler.ops import Attend, Post, Wait
+from tilewise.compiler.placement import Departures, buffer_spans
 from tilewise.plan.ir import Role, Side
 
 NUMBER = [*range(len(all_plans()))]
 FEW = 3  # settings of a plan on every day
+VERBS = {"collect", "delta", "fill", "gather", "join", "merge", "pack", "unpack"}
+"""The first words of what a code of plain wires does beside messages and kernel calls."""
 
 
 def few(number: int, plan: tw.Plan) -> list[Setting]:
@@ -33,7 +37,7 @@ def keeps_to_its_memory(plan: tw.Plan, setting: Setting) -> None:
     for code in setting.codes(plan):
         check_code(code, setting.departs)
         sent.append((code.backward, code.bytes_sent))
-        assert sum(line.num_ops for line in code.lines) == len(code.ops)
+        assert len(code.labels) == len(code.ops) and all(code.labels)
     told = tw.volume(plan, setting.workload())
     for backward, counted in enumerate(told):
         ours = [number for of, number in sent if of == backward]
@@ -56,20 +60,23 @@ def test_codes_of_every_setting_keep_to_their_memory(number):
 
 
 @pytest.mark.parametrize("number", NUMBER)
-def test_a_listing_is_the_operations_that_the_simulator_prices(number):
+def test_a_listing_is_the_operations_of_the_program(number):
+    """Each launch and wait once, in order; a tile as often as it has kernel calls; others between."""
     plan = all_plans()[number]
     work = Setting("documents" if plan.made_for else "causal").workload()
     for backward, own in enumerate(work.resolve(plan)):
         rank = backward * (WORLD - 1)
         formats = {(side, role) for side in Side for role in Role}
         carries = frozenset(part for part in formats if own.payload.fields(*part))
-        program = lower(own.pruned, rank, carries=carries)
-        alone = own.groups.groups > 1
-        listed = [str(one) for one in operations(program, own.payload, packs_alone=alone)]
         code = pass_code(work.resolve(plan), rank, backward=backward == 1)
-        assert str(code).splitlines() == [*code.labels] == listed
+        assert str(code).splitlines() == [*code.labels] == [op.label for op in code.ops]
         lines = [line for line in code.listing() if not line.startswith("    ")]
-        assert lines == listed
+        assert lines == [*code.labels] and len([*code.listing()]) == 2 * len(lines)
+        told = [op.label for op in code.ops if isinstance(op, Post | Wait | Attend)]
+        calls = [label for label, _ in groupby(told)]  # of a tile
+        assert calls == [*lower(own.pruned, rank, carries=carries).labels()]
+        between = {op.label.split()[0] for op in code.ops} - {"launch", "wait", "compute"}
+        assert between <= VERBS, between
 
 
 def one_code() -> Code:
@@ -88,9 +95,26 @@ def test_a_code_of_another_format_is_refused_by_name(monkeypatch):
     stored = pickle.dumps(one_code())
     monkeypatch.setattr(codes, "CODE_FORMAT", 7)
     with pytest.raises(
-        ValueError, match=r"pickled in format 2, .* reads format 7; prepare it anew"
+        ValueError, match=r"pickled in format 3, .* reads format 7; prepare it anew"
     ):
         pickle.loads(stored)
+
+
+def test_a_ring_has_memory_for_two_received_shards_at_most():
+    """A shard's buffer is given back when it has been read and sent for the last time."""
+    world, layout = 8, tw.contiguous(8 * 16, 8)
+    work = tw.Workload(8 * 16, *HEADS, mask=tw.Full(), layout=layout)
+    code = pass_code(work.resolve(tw.ring(world)), 3, backward=False)
+    spans = buffer_spans(code.tensors, code.buffers, code.ops, Departures(1, True))
+    posts = [op for op in code.ops if isinstance(op, Post)]
+    received = [refs for op in posts for (refs,) in op.arriving]
+    lives = [spans[code.tensors[ref.tensor].buffer] for ref in received]
+    assert len(lives) == world - 1 and all(len(life) == 1 for life in lives)
+    held = [
+        sum(life.begin <= moment <= life.end for (life,) in lives)
+        for moment in range(len(code.ops))
+    ]
+    assert max(held) == 2 and held[-1] == 0
 
 
 def test_there_is_no_code_of_a_rank_that_is_none():

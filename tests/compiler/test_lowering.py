@@ -1,4 +1,4 @@
-"""Programs: waits at first use, frees after last use, receives that meet their sends."""
+"""Programs: waits at first use, receives that meet their sends, few operands held at a time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from itertools import chain, product
 import pytest
 import torch
 from conformance.table import plans
+from support.programs import last_uses, received_held, received_operands, used
 
 import tilewise as tw
-from tilewise.compiler.lowering import lower, tile_operands
-from tilewise.compiler.program import Compute, Free, Instruction, Launch, Program, Wait
+from tilewise.compiler.lowering import lower
+from tilewise.compiler.program import Compute, Launch, Program, Wait
+from tilewise.execution import run
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Item, Plan, Role, Side
 
@@ -27,18 +29,6 @@ def some_plans(n: int) -> tuple[Plan, ...]:
     documents = tw.Document([0, n + 1, 4 * n]), tw.contiguous(4 * n, n)
     pruned = ((plan, *(tw.prune(plan, *by) for by in (causal, documents))) for plan in plans(n))
     return tuple(chain.from_iterable(pruned))
-
-
-def used(instruction: Instruction) -> set[Item]:
-    """The items whose values an instruction needs."""
-    match instruction:
-        case Compute(tile):
-            return set(tile_operands(tile))
-        case Launch(sends=sends):
-            items = {transfer.item for transfer in sends}
-            results = {item for item in items if item.role is Role.RESULT}
-            return items | {item._replace(role=Role.PARTIAL) for item in results}
-    return set()
 
 
 def launches(program: Program) -> list[Launch]:
@@ -89,33 +79,25 @@ def test_waits_stand_at_the_first_use(n: int):
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_received_operands_are_freed_once_after_their_last_use(n: int):
+def test_received_operands_are_used_and_received_once(n: int):
+    """Their memory is given back after the last use, so none is held that nobody needs."""
     for plan in some_plans(n):
         for rank in range(n):
             program = tw.lower(plan, rank)
-            received = {
+            items = [
                 transfer.item
                 for launch in launches(program)
                 for transfer in launch.recvs
                 if transfer.item.role is Role.OPERAND
-            }
-            freed: set[Item] = set()
-            for instruction in program.instructions:
-                if isinstance(instruction, Free):
-                    assert instruction.item in received - freed
-                    freed.add(instruction.item)
-                assert not used(instruction) & freed, (plan, rank)
-            assert freed == received
+            ]
+            posted, ends = received_operands(program), last_uses(program)
+            assert len(items) == len(posted), (plan, rank)
+            assert all(ends[item] > place for item, place in posted.items()), (plan, rank)
 
 
 def test_a_ring_holds_two_received_shards_at_most():
-    held, most = 0, 0
-    for instruction in tw.lower(tw.ring(8), 3).instructions:
-        if isinstance(instruction, Launch):
-            held += sum(transfer.item.role is Role.OPERAND for transfer in instruction.recvs)
-        held -= isinstance(instruction, Free)
-        most = max(most, held)
-    assert (held, most) == (0, 2)
+    held = [*map(len, received_held(tw.lower(tw.ring(8), 3)))]
+    assert max(held) == 2
 
 
 OFTEN = {4: ((0, None), (1, 2), (2, 3)), 6: ((2, 3),)}
@@ -199,14 +181,10 @@ def test_arenas_hold_an_item_once_and_nothing_in_them_goes_before_all_has_come(n
             program = tw.lower(plan, rank)
             items = [item for arena in program.arenas for item in arena]
             assert len(set(items)) == len(items)
+            posted, ends = received_operands(program), last_uses(program)
             for arena in program.arenas:
-                freed = False
-                for instruction in program.instructions:
-                    freed |= isinstance(instruction, Free) and instruction.item in arena
-                    if isinstance(instruction, Launch):
-                        assert not (
-                            freed and {transfer.item for transfer in instruction.recvs} & set(arena)
-                        )
+                come = max(posted.get(item, 0) for item in arena)
+                assert all(ends[item] > come for item in arena if item in posted), (plan, rank)
 
 
 @pytest.mark.parametrize(
@@ -250,11 +228,9 @@ compute q0 x kv0
 wait kv1<1
 launch kv1>2 kv2<1
 compute q0 x kv1
-free kv1
 launch kv1*>2 kv2*<1
 wait kv2<1
 compute q0 x kv2
-free kv2
 wait kv2*<1
 launch kv2*>2 kv0*<1
 wait kv0*<1"""
@@ -279,10 +255,12 @@ def test_a_profiler_sees_each_instruction_by_its_label():
     assert [name for name in names if name in str(program).splitlines()] == ["compute q0 x kv0"]
 
 
-def test_without_a_profiler_no_label_is_written(monkeypatch):
-    monkeypatch.setattr(Compute, "__str__", lambda self: 1 // 0)
+def test_without_a_profiler_no_range_is_opened_and_no_message_is_described(monkeypatch):
+    monkeypatch.setattr(run.profiler, "record_function", lambda _: 1 // 0)
+    monkeypatch.setattr(run.Label, "__str__", lambda _: 1 // 0)
     q = torch.randn(4, 2, 8)
-    tw.attention(q, q, q, plan=tw.ring(1), layout=tw.contiguous(4, 1), mask=tw.Full())
+    call = {"plan": tw.ring(2), "layout": tw.contiguous(4, 2), "mask": tw.Full()}
+    tw.loopback(2, lambda rank, group: tw.attention(*[q[2 * rank :][:2]] * 3, **call, group=group))
 
 
 def test_declared_exchanges_are_one_launch_of_a_team_and_stay_in_place():

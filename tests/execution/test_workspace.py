@@ -13,7 +13,8 @@ from support.latents import draw_layer
 from support.thinned import thinned
 
 import tilewise as tw
-from tilewise.compiler.codegen import CallTraits, pass_code
+from tilewise.compiler.codegen import pass_code
+from tilewise.compiler.facts import CallTraits
 from tilewise.execution import run
 from tilewise.execution.forward_backward import bound_code, code_traits
 from tilewise.execution.workspace import Workspace, WorkspacePool

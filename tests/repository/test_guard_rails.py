@@ -135,13 +135,25 @@ def test_there_are_at_most_six_opcodes():
 def test_what_runs_codes_binds_every_op():
     (union,) = (
         node.value
-        for node in named("compiler.code").tree.body
+        for node in named("compiler.ops").tree.body
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "Op"
     )
     assert union is not None
-    known = {n.id for n in ast.walk(union) if isinstance(n, ast.Name)}
+    known = {n.value.id for n in ast.walk(union) if isinstance(n, ast.Subscript)}  # pyright: ignore
     cases = [n for n in ast.walk(named("execution.run").tree) if isinstance(n, ast.MatchClass)]
     assert {ast.unparse(n.cls).rpartition(".")[2] for n in cases} == known
+
+
+def test_no_class_of_the_compiler_does_everything():
+    """A feature comes in by a pass of its own, not by further methods of one class."""
+    methods = {
+        f"{module}.{node.name}": sum(isinstance(x, ast.FunctionDef) for x in node.body)
+        for module in MODULES
+        if module.name.startswith("compiler")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    assert len(methods) > 30 and {name: n for name, n in methods.items() if n > 25} == {}
 
 
 def test_one_file_at_most_reads_the_environment():

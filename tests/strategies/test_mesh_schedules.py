@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.described import machine, workload
+from support.programs import received_held
 from support.thinned import thinned
 
 import tilewise as tw
 from benchmarks.mesh_optimum import least, optimum, relaxed, search
-from tilewise.compiler.program import Free, Launch
 from tilewise.plan.ir import Item, Plan, PlanError, Role, Side
 from tilewise.plan.payload import ShardWeights
 from tilewise.simulation.peak_memory import PassMemory
@@ -39,13 +39,7 @@ def block_seconds(shape: tuple[int, int], costs: ShardWeights, ratio: float) -> 
 
 def most_held(plan: Plan) -> int:
     """Query and KV shards of rank 0 at their most: its own two, those here, those to come."""
-    held = most = 2
-    for instruction in tw.lower(plan, 0).instructions:
-        if isinstance(instruction, Launch):
-            held += sum(transfer.item.role is Role.OPERAND for transfer in instruction.recvs)
-            most = max(most, held)
-        held -= isinstance(instruction, Free)
-    return most
+    return 2 + max(map(len, received_held(tw.lower(plan, 0))))
 
 
 @pytest.mark.parametrize("backward", (False, True))

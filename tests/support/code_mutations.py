@@ -5,24 +5,31 @@ A mutation is a function (code, random, departs) -> another code, or None if the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from random import Random
 
-from tilewise.compiler.code import (
-    Attend,
-    Code,
-    Copy,
-    Decode,
-    Encode,
-    Home,
-    Post,
-    Wait,
-)
+from tilewise.compiler.code import Code, Home, Ref
+from tilewise.compiler.ops import Attend, Copy, Decode, Encode, Fill, Post, Wait, reads, writes
 from tilewise.compiler.placement import Departures, buffer_spans
 
 
 def ops_of(code: Code, *kinds: type) -> list[int]:
     return [number for number, op in enumerate(code.ops) if isinstance(op, kinds)]
+
+
+def read_by(code: Code, number: int) -> Iterator[Ref]:
+    """Yield every tensor that an op reads."""
+    return chain.from_iterable(reads(code.ops[number]))
+
+
+def written_by(code: Code, number: int) -> Iterator[Ref]:
+    """Yield every tensor that an op writes."""
+    return chain.from_iterable(writes(code.ops[number]))
+
+
+def buffers_of(code: Code, refs: Iterable[Ref]) -> set[int]:
+    return {code.tensors[ref.tensor].buffer for ref in refs}
 
 
 def without(code: Code, number: int) -> Code:
@@ -55,26 +62,32 @@ def a_late_wait(code: Code, random: Random, departs: Departures) -> Code | None:
         return None
     wait = code.ops[number]
     assert isinstance(wait, Wait)
-    buffers = {code.tensors[ref.tensor].buffer for ref in wait.touched if ref.rows is None}
+    touched = chain.from_iterable(wait.touched)
+    buffers = buffers_of(code, (ref for ref in touched if ref.rows is None))
     for later in range(number + 1, len(code.ops)):
-        if any(code.tensors[ref.tensor].buffer in buffers for ref in code.ops[later].reads):
+        if buffers & buffers_of(code, read_by(code, later)):
             ops = [*code.ops[: later + 1], wait, *code.ops[later + 1 :]]
             return without(code._replace(ops=tuple(ops)), number)
     return None
 
 
 def no_post(code: Code, random: Random, departs: Departures) -> Code | None:
-    receiving = [x for x in ops_of(code, Post) if code.ops[x].writes]
+    receiving = [x for x in ops_of(code, Post) if any(written_by(code, x))]
     number = any_of(random, receiving)
     return None if number is None else without(code, number)
 
 
 def no_copy(code: Code, random: Random, departs: Departures) -> Code | None:
     copies = ops_of(code, Copy, Encode, Decode)  # of no rows a copy does nothing
-    copies = [
-        x for x in copies if all(all(code.tensors[r.tensor].shape) for r in code.ops[x].writes)
-    ]
+    copies = [x for x in copies if any(0 not in code.shape(ref) for ref in written_by(code, x))]
     number = any_of(random, copies)
+    return None if number is None else without(code, number)
+
+
+def no_fill(code: Code, random: Random, departs: Departures) -> Code | None:
+    """What is added to, or a result that nothing was added to, does not begin blank."""
+    fills = [x for x in ops_of(code, Fill) if all(0 not in code.shape(r) for r in written_by(code, x))]
+    number = any_of(random, fills)
     return None if number is None else without(code, number)
 
 
@@ -84,7 +97,7 @@ def no_first_result(code: Code, random: Random, departs: Departures) -> Code | N
     for number in ops_of(code, Attend):
         op = code.ops[number]
         assert isinstance(op, Attend)
-        if any(not result.adds for result in op.results):
+        if not all(op.adds):
             found.append(number)
     number = any_of(random, found)
     return None if number is None else without(code, number)
@@ -116,11 +129,11 @@ def sent_too_early(code: Code, random: Random, departs: Departures) -> Code | No
     """A launch before the last op that writes what it sends."""
     found = []
     for number in ops_of(code, Post):
-        sent = {code.tensors[ref.tensor].buffer for ref in code.ops[number].reads}
+        sent = buffers_of(code, read_by(code, number))
         for before in reversed(range(number)):
             if isinstance(code.ops[before], Post | Wait):
                 break
-            if any(code.tensors[ref.tensor].buffer in sent for ref in code.ops[before].writes):
+            if sent & buffers_of(code, written_by(code, before)):
                 found.append((number, before))
                 break
     if not found:
@@ -147,6 +160,7 @@ MUTATIONS: tuple[Callable[[Code, Random, Departures], Code | None], ...] = (
     a_late_wait,
     no_post,
     no_copy,
+    no_fill,
     no_first_result,
     a_place_taken,
     sent_too_early,

@@ -12,7 +12,8 @@ from support.latents import Layer, Sizes
 
 import tilewise as tw
 from tilewise.compiler.code import Code
-from tilewise.compiler.codegen import DEFAULT_TRAITS, CallTraits, CodeTraits, pass_code
+from tilewise.compiler.codegen import pass_code
+from tilewise.compiler.facts import DEFAULT_TRAITS, CallTraits, CodeTraits
 from tilewise.compiler.placement import Departures
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.tiles.call_rows import CallStyle

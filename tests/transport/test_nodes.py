@@ -9,7 +9,7 @@ from support.bound_passes import Case, on_ranks
 from torch.distributed import HashStore
 
 import tilewise as tw
-from tilewise.compiler.code import Post
+from tilewise.compiler.ops import Post
 from tilewise.execution.forward_backward import bound_code
 from tilewise.transport import nccl_groups
 from tilewise.transport.nccl_groups import lane_group
