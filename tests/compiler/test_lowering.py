@@ -1,4 +1,4 @@
-"""Programs: waits at first use, frees after last use, receives that meet their sends."""
+"""Programs: waits at first use, receives that meet their sends."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from itertools import chain, product
 import pytest
 import torch
 from conformance.table import plans
+from support.programs import most_held, operand_spans
 
 import tilewise as tw
 from tilewise.compiler.lowering import lower, tile_operands
-from tilewise.compiler.program import Compute, Free, Instruction, Launch, Program, Wait
+from tilewise.compiler.program import Compute, Instruction, Launch, Program, Wait
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Item, Plan, Role, Side
 
@@ -88,34 +89,8 @@ def test_waits_stand_at_the_first_use(n: int):
                 assert needed.intersection(arrived(program, wait)), (plan, rank, wait, nearest)
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_received_operands_are_freed_once_after_their_last_use(n: int):
-    for plan in some_plans(n):
-        for rank in range(n):
-            program = tw.lower(plan, rank)
-            received = {
-                transfer.item
-                for launch in launches(program)
-                for transfer in launch.recvs
-                if transfer.item.role is Role.OPERAND
-            }
-            freed: set[Item] = set()
-            for instruction in program.instructions:
-                if isinstance(instruction, Free):
-                    assert instruction.item in received - freed
-                    freed.add(instruction.item)
-                assert not used(instruction) & freed, (plan, rank)
-            assert freed == received
-
-
 def test_a_ring_holds_two_received_shards_at_most():
-    held, most = 0, 0
-    for instruction in tw.lower(tw.ring(8), 3).instructions:
-        if isinstance(instruction, Launch):
-            held += sum(transfer.item.role is Role.OPERAND for transfer in instruction.recvs)
-        held -= isinstance(instruction, Free)
-        most = max(most, held)
-    assert (held, most) == (0, 2)
+    assert most_held(tw.lower(tw.ring(8), 3)) == 2
 
 
 OFTEN = {4: ((0, None), (1, 2), (2, 3)), 6: ((2, 3),)}
@@ -199,14 +174,11 @@ def test_arenas_hold_an_item_once_and_nothing_in_them_goes_before_all_has_come(n
             program = tw.lower(plan, rank)
             items = [item for arena in program.arenas for item in arena]
             assert len(set(items)) == len(items)
+            spans = operand_spans(program)
             for arena in program.arenas:
-                freed = False
-                for instruction in program.instructions:
-                    freed |= isinstance(instruction, Free) and instruction.item in arena
-                    if isinstance(instruction, Launch):
-                        assert not (
-                            freed and {transfer.item for transfer in instruction.recvs} & set(arena)
-                        )
+                received = [spans[item] for item in arena if item in spans]
+                last_arrival = max(span.start for span in received)
+                assert last_arrival < min(span.stop for span in received)
 
 
 @pytest.mark.parametrize(
@@ -250,11 +222,9 @@ compute q0 x kv0
 wait kv1<1
 launch kv1>2 kv2<1
 compute q0 x kv1
-free kv1
 launch kv1*>2 kv2*<1
 wait kv2<1
 compute q0 x kv2
-free kv2
 wait kv2*<1
 launch kv2*>2 kv0*<1
 wait kv0*<1"""

@@ -1,9 +1,9 @@
 """Lowering: one rank's share of a plan becomes its program.
 
 Waits stand at the first use of an arrival, not at the end of its step, and those of one tile in the
-order of items, so that ranks that are alike wait for the same things in turn. Operands are freed
-after their last use; receives can be posted some launches ahead. Only this rank's part of the plan
-is built, so that it costs the same in any world.
+order of items, so that ranks that are alike wait for the same things in turn. Receives can be
+posted some launches ahead. Only this rank's part of the plan is built, so that it costs the same in
+any world.
 """
 
 from collections import defaultdict
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 from tilewise.arguments import checks_arguments
-from tilewise.compiler.program import Compute, Free, Instruction, Launch, Program, Team, Wait
+from tilewise.compiler.program import Compute, Instruction, Launch, Program, Team, Wait
 from tilewise.plan.builder import gc_paused, operand
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, TeamExchange, Tile, Transfer
 
@@ -77,12 +77,7 @@ class _ProgramWriter:
         self.instructions: list[Instruction] = []
         self.pending: dict[Item, list[tuple[int, int]]] = {}
         self.handles = self.number = 0
-        received = {transfer.item for step in steps for transfer in step.recvs}
         self.reads = [[tile_operands(tile) for tile in step.tiles] for step in steps]
-        self.expiring: dict[int, list[Item]] = defaultdict(list)
-        for item, number in _last_uses(steps, self.reads).items():
-            if item in received:
-                self.expiring[number].append(item)
 
     def step(self, step: RankStep, number: int) -> None:
         self.number = number
@@ -102,8 +97,6 @@ class _ProgramWriter:
             for item in sorted(item for item in items if item in self.pending):
                 self._wait(item)
             self.instructions.append(Compute(tile))
-        if number in self.expiring:
-            self.instructions += map(Free, sorted(self.expiring[number]))
 
     def finish(self) -> None:
         for item in sorted(self.pending):

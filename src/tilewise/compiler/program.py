@@ -1,6 +1,6 @@
 """The program of one rank's pass, in order, and the operations of that.
 
-A program names in four kinds of instruction what is launched, awaited and computed. Its operations
+A program names in three kinds of instruction what is launched, awaited and computed. Its operations
 also say what is copied, encoded and merged for that. The simulator prices them, and code generation
 gives them buffers, so that what is timed is what runs; neither needs to know the strategy. The text
 of an operation is its label in a listing of the code, in a profile and in a simulated trace.
@@ -62,23 +62,15 @@ class Compute(NamedTuple):
         return compute_label(self.tile)
 
 
-class Free(NamedTuple):
-    """A received operand is not needed any more."""
-
-    item: Item
-
-    def __str__(self) -> str:
-        return f"free {self.item}"
-
-
-Instruction = Launch | Wait | Compute | Free
+Instruction = Launch | Wait | Compute
 
 
 class Program(NamedTuple):
     """One rank's instructions; str() prints their labels, one a line.
 
-    arenas: received and own operands that tiles read together, all of which arrive before the first
-    is freed, so that their rows can lie side by side in one buffer, in this order.
+    arenas: received and own operands that tiles read together, all of which arrive before any has
+    been used for the last time, so that their rows can lie side by side in one buffer, in this
+    order.
     """
 
     rank: int
@@ -159,14 +151,12 @@ class Pack(NamedTuple):
     Attributes:
         rows: rows of the shard; None: all that are here.
         encodes: whether numbers are written in a wire's format.
-        filled: False: the item is a partial that nothing was added to, and is blank.
         finishes: the item is a result, which is computed of binned sums.
     """
 
     item: Item
     rows: Rows | None = None
     encodes: bool = False
-    filled: bool = True
     finishes: bool = False
 
     def __str__(self) -> str:
@@ -288,8 +278,6 @@ def operations(
                 yield from writer.wait(handle, indices, by_head)
             case Compute(tile):
                 yield writer.attend(tile)
-            case Free():  # placement reads from the ops when a buffer is used again
-                pass
     for side in Side:
         names = tuple(name for name, _ in payload.results(side))
         if names:
@@ -329,7 +317,7 @@ class _Writer:
             item, _, _, rows = transfer
             encodes = self._encodes(item)
             if item.role is Role.PARTIAL:
-                yield Pack(item, rows, encodes, item in self._partials)
+                yield Pack(item, rows, encodes)
                 self._partials.discard(item)
             elif item.role is Role.RESULT:
                 if item not in self._packed:
