@@ -131,8 +131,8 @@ def test_no_time_is_below_its_bounds_and_more_bandwidth_never_slower(name: str, 
             assert timeline.seconds >= max(one) / widest * (1 - 1e-9)
             for use in timeline.ranks:
                 assert timeline.seconds >= use.compute_seconds * (1 - 1e-9)
-                parts = use.compute_seconds + use.exposed_seconds + use.idle_seconds
-                assert parts == pytest.approx(timeline.seconds)
+                parts = use[2:6]  # computing, own work, waiting, idle
+                assert sum(parts) == pytest.approx(timeline.seconds) and min(parts) >= 0
         for times in (1.3, 10):
             faster = simulate(plan, work, slow.scaled(times))
             assert faster.seconds <= found.seconds * 1.01, (plan, times)

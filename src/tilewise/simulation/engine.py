@@ -111,8 +111,10 @@ class EventLoop:
         self.operation_index = [-1] * num_ranks
         self.stage, self.num_missing = [AWAIT] * num_ranks, [0] * num_ranks
         self.begins: list[list[float]] = [[] for _ in programs]
-        self.kernel_starts: list[float | None] = [None] * num_ranks  # since when a kernel runs
-        self.kernel_seconds, self.end_seconds = [0.0] * num_ranks, [np.nan] * num_ranks
+        self.work_starts = [0.0] * num_ranks  # of the kernel or own work that runs, or ran last
+        self.runs_kernel = bytearray(num_ranks)
+        self.kernel_seconds, self.own_seconds = [0.0] * num_ranks, [0.0] * num_ranks
+        self.end_seconds = [np.nan] * num_ranks
         self.flow_done = bytearray(len(flows) + 2)
         self.flow_done[ARRIVED] = 1
         self.ranks_by_missing_flow: dict[int, list[int]] = defaultdict(list)
@@ -171,7 +173,7 @@ class EventLoop:
                 stage = LEAVE
                 if kernel:
                     self.operation_index[index], self.stage[index] = operation_index, stage
-                    self.kernel_starts[index] = self.now
+                    self.runs_kernel[index] = 1
                     self._work(index, kernel)
                     return
             for flow in leaving:
@@ -201,6 +203,7 @@ class EventLoop:
 
     def _work(self, index: int, seconds: float) -> None:
         """Keep a rank busy, and the cores that its route names."""
+        self.work_starts[index] = self.now
         route = self.programs[index].route
         if route is None:
             heapq.heappush(self.events, (self.now + seconds, -1 - index))
@@ -208,10 +211,10 @@ class EventLoop:
             self.starting_work.append((index, route, seconds))
 
     def _worked(self, index: int) -> int:
-        kernel_start = self.kernel_starts[index]
-        if kernel_start is not None:
-            self.kernel_seconds[index] += self.now - kernel_start
-            self.kernel_starts[index] = None
+        """Note the end of a rank's kernel or own work; return its index."""
+        seconds = self.kernel_seconds if self.runs_kernel[index] else self.own_seconds
+        seconds[index] += self.now - self.work_starts[index]
+        self.runs_kernel[index] = 0
         return index
 
     def _launch(self, flow: int) -> None:
@@ -277,9 +280,16 @@ class EventLoop:
         sent: list[dict[str, int]] = [defaultdict(int) for _ in self.programs]
         for flow in self.flows:
             sent[self.index_of_rank[flow.rank]][flow.link] += flow.num_bytes * flow.messages
+        columns = self.programs, self.kernel_seconds, self.own_seconds, self.end_seconds, sent
         return tuple(
-            RankUse(program.rank, members, busy, end - busy, total - end, dict(links))
-            for program, busy, end, links in zip(
-                self.programs, self.kernel_seconds, self.end_seconds, sent, strict=True
+            RankUse(
+                program.rank,
+                members,
+                compute_seconds=kernel,
+                overhead_seconds=own,
+                exposed_seconds=max(end - kernel - own, 0.0),
+                idle_seconds=total - end,
+                bytes_by_link=dict(links),
             )
+            for program, kernel, own, end, links in zip(*columns, strict=True)
         )

@@ -6,21 +6,24 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tilewise.compiler.lowering import lower
-from tilewise.compiler.program import AttendTile, Operation, operations
+from tilewise.compiler.program import AttendTile, Await, Operation, operations
 from tilewise.plan.ir import Plan
 from tilewise.plan.payload import Payload
 from tilewise.simulation.network import LINKS
 
-LANES = ("compute", "wait", "call", *LINKS)
+SENDS = "wait for sends"
+"""The name of a rank's span after its program."""
+
+LANES = ("compute", "copy", "wait", "call", *LINKS)
 
 
 class Span(NamedTuple):
     """Something that a rank did, and for how long.
 
     Attributes:
-        lane: "compute" for tiles, with the merging that follows; "wait" for all other operations;
-            "call" for a rank's own time before its program, and for sends of its own that have
-            not left when the program ends; the class of a link for messages.
+        lane: "compute" for tiles, with the merging that follows; "wait" for arrivals; "copy" for
+            all other operations; "call" for a rank's own time before its program, and for sends of
+            its own that have not left when the program ends; the class of a link for messages.
         name: of an operation its label, as a listing of the rank's code and a profile have it.
     """
 
@@ -32,16 +35,18 @@ class Span(NamedTuple):
 
 
 class RankUse(NamedTuple):
-    """Time that one rank spent in a pass; compute + exposed + idle seconds make up the pass.
+    """Time that one rank spent in a pass; compute, overhead, exposed and idle seconds make it up.
 
     Attributes:
-        exposed_seconds: waiting for messages, its own sends at the end included, or packing,
-            posting and merging them, and what a call takes around its program.
+        overhead_seconds: of copying, merging, encoding, posting messages, and of what a call takes
+            around its program.
+        exposed_seconds: of waiting for messages, its own sends at the end included.
     """
 
     rank: int
     members: int  # ranks that did the same
     compute_seconds: float  # of kernels
+    overhead_seconds: float
     exposed_seconds: float
     idle_seconds: float  # nothing left to do while others went on
     bytes_by_link: dict[str, int]  # sent, by the class of the link
@@ -101,17 +106,26 @@ class Timeline:
             )
         index = index_of_rank[rank]
         use, (*begins, last_end) = self.ranks[index], self.recording.begins[index]
-        ended = use.compute_seconds + use.exposed_seconds
+        ended = use.compute_seconds + use.overhead_seconds + use.exposed_seconds
         first_begin = begins[0] if begins else last_end
         if first_begin:
             yield Span(rank, "call", "call", 0.0, first_begin)
         ends = (*begins[1:], last_end)
         rank_program = rank_operations(self.recording.plan, self.recording.payload, rank)
         for operation, start, end in zip(rank_program, begins, ends, strict=True):
-            lane = "compute" if isinstance(operation, AttendTile) else "wait"
-            yield Span(rank, lane, str(operation), start, end - start)
+            yield Span(rank, _lane(operation), str(operation), start, end - start)
         if ended > last_end:
-            yield Span(rank, "call", "wait for sends", last_end, ended - last_end)
+            yield Span(rank, "call", SENDS, last_end, ended - last_end)
+
+
+def _lane(operation: Operation) -> str:
+    match operation:
+        case AttendTile():
+            return "compute"
+        case Await():
+            return "wait"
+        case _:
+            return "copy"
 
 
 def rank_operations(plan: Plan, payload: Payload, rank: int) -> Iterator[Operation]:
