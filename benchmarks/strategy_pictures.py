@@ -16,7 +16,7 @@ from pathlib import Path
 import tilewise as tw
 from tilewise.tools.mask_report.view import colours
 from tilewise.tools.report.drawing import colour
-from tilewise.tools.report.timeline import LANES, LINK_NAMES, OWN, timeline
+from tilewise.tools.report.timeline import LANE_NAMES, LANES, OWN, timeline
 from tilewise.tools.report.words import in_words, quantity
 
 DOCUMENTS = tw.Causal() & tw.Document([0, 96, 128, 288, 320, 512])
@@ -188,7 +188,7 @@ def times(plan: tw.Plan) -> str:
         parts.append(text(x, 36, f"{name} {quantity(seconds, 's')}", anchor="start"))
     x = left
     for lane in chart.lanes:
-        name = LINK_NAMES.get(lane, lane)
+        name = LANE_NAMES.get(lane, lane)
         parts.append(box(x, 8, (10, 10), colour(LANES[lane])))
         parts.append(text(x + 15, 17, name, anchor="start"))
         x += 40 + 7 * len(name)

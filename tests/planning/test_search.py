@@ -286,6 +286,13 @@ def test_a_reason_names_slower_kernels_where_waiting_is_not_what_costs():
         "47.5% longer than mesh: it computes 1.47 s against 999 ms in smaller and slower kernel "
         "calls, and waits 400 us against 1 ms."
     )
+    copies = row._replace(overhead_seconds=0.45)
+    assert reason(copies, (best, copies), 1.475) == (
+        "47.5% longer than mesh: it copies and merges for 450 ms against 0 us, and waits 400 us "
+        "against 1 ms."
+    )
+    first = reason(copies, [copies], None)
+    assert first.endswith("for messages, and copies and merges for 450 ms (30.5%).")
 
 
 @pytest.mark.parametrize("mask", (tw.Full(), tw.Causal()), ids=repr)

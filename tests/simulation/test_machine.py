@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,12 @@ def test_a_preset_is_complete_and_survives_its_file(name: str, tmp_path: Path):
     for dtype in ("float64", "float32", "bfloat16", "float16"):
         for backward in (False, True):
             assert machine.kernel(dtype, backward).speed(4096, 4096) > 1e9
+    sheet = re.search(r"GB at ([\d.]+) TB/s", machine.source)
+    assert bool(sheet) == (name != "cpu-gloo")
+    if sheet:
+        memory = float(sheet[1]) * 1e12 * 7 / 8
+        assert (machine.merge_bandwidth, machine.pack_bandwidth) == (memory / 3, memory / 2)
+        assert all(kernel.heads for kernel in machine.kernels)
     path = tmp_path / "machine.toml"
     path.write_text(machine.to_toml())
     assert Machine.load(path) == machine
@@ -85,6 +92,7 @@ inside_bandwidth = 450e9
 between_bandwidth = 50e9
 memory = 80e9
 """
+MEMORY = f"memory_bandwidth = {3.35e12 * 7 / 8}\nheads = {132 // 4}\n"
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -95,13 +103,13 @@ def written(tmp_path: Path, text: str) -> Path:
 
 def test_eight_lines_are_the_preset_that_has_the_same_figures(tmp_path: Path):
     preset = Machine.preset("h100x8")
-    machine = Machine.load(written(tmp_path, EIGHT_LINES))
+    machine = Machine.load(written(tmp_path, EIGHT_LINES + MEMORY))
     assert replace(machine, source=preset.source) == preset
     assert machine.kernel("bfloat16", True).speed(256, 256) == pytest.approx(989e12 * 0.55 / 4)
     spelled = EIGHT_LINES.replace("memory =", "memory_bytes =").replace(
         "inside_bandwidth = 450e9", "inside = { bandwidth = 450e9, latency = 1e-6 }"
     )
-    other = Machine.load(written(tmp_path, spelled + "merge_bandwidth = 1e12\n"))
+    other = Machine.load(written(tmp_path, spelled + MEMORY + "merge_bandwidth = 1e12\n"))
     assert other == replace(machine, inside=Link(450e9, 1e-6), merge_bandwidth=1e12)
 
 
@@ -276,7 +284,7 @@ def test_a_tokens_linear_layers_are_counted_in_pairs():
     "old, new, message",
     [
         ("node_size", "node_sise", "machine has no field 'node_sise'; did you mean node_size?"),
-        ("bandwidth", "speed", "has no field 'speed'; its fields are bandwidth, latency"),
+        ("\nbandwidth", "\nspeed", "has no field 'speed'; its fields are bandwidth, latency"),
         (
             "node_size = 8",
             'node_size = "8 GPUs"',

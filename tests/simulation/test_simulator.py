@@ -131,8 +131,8 @@ def test_no_time_is_below_its_bounds_and_more_bandwidth_never_slower(name: str, 
             assert timeline.seconds >= max(one) / widest * (1 - 1e-9)
             for use in timeline.ranks:
                 assert timeline.seconds >= use.compute_seconds * (1 - 1e-9)
-                parts = use.compute_seconds + use.exposed_seconds + use.idle_seconds
-                assert parts == pytest.approx(timeline.seconds)
+                parts = use[2:6]  # computing, own work, waiting, idle
+                assert sum(parts) == pytest.approx(timeline.seconds) and min(parts) >= 0
         for times in (1.3, 10):
             faster = simulate(plan, work, slow.scaled(times))
             assert faster.seconds <= found.seconds * 1.01, (plan, times)
@@ -307,7 +307,8 @@ def test_slow_ranks_and_jitter_are_the_same_in_every_run():
 
 @pytest.mark.parametrize("mask", (tw.Causal(), tw.Causal() & tw.Window(99, 0)), ids=repr)
 def test_unpruned_every_rank_sends_whole_shards_and_computes_what_the_mask_allows(mask: tw.Mask):
-    n, tokens, machine = 4, 4096, tw.Machine.preset("h100x8")
+    n, tokens = 4, 4096
+    machine = replace(tw.Machine.preset("h100x8"), pack_bandwidth=None)  # copies whole shards
     work = tw.Workload(tokens, 2, 2, 64, mask=mask)
     plan = tw.all_gather(n)
     whole, pruned = (tw.simulate(plan, work, machine, prune=prune) for prune in (False, True))

@@ -1,46 +1,32 @@
-"""Which received operands a program's rank holds, instruction by instruction."""
+"""Programs of ranks: how long what they receive is held."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tilewise.compiler.lowering import tile_operands
-from tilewise.compiler.program import Compute, Instruction, Launch, Program
+from tilewise.compiler.program import Compute, Launch, Program
 from tilewise.plan.ir import Item, Role
 
 
-def used(instruction: Instruction) -> set[Item]:
-    """The items whose values an instruction needs."""
-    match instruction:
-        case Compute(tile):
-            return set(tile_operands(tile))
-        case Launch(sends=sends):
-            items = {transfer.item for transfer in sends}
-            results = {item for item in items if item.role is Role.RESULT}
-            return items | {item._replace(role=Role.PARTIAL) for item in results}
-    return set()
+def operand_spans(program: Program) -> dict[Item, range]:
+    """The instructions from a received operand's launch to its last use, both counted."""
+    first: dict[Item, int] = {}
+    last: dict[Item, int] = {}
+    for number, instruction in enumerate(program.instructions):
+        match instruction:
+            case Launch(sends=sends, recvs=recvs):
+                for transfer in recvs:
+                    if transfer.item.role is Role.OPERAND:
+                        first.setdefault(transfer.item, number)
+                used = [transfer.item for transfer in sends]
+            case Compute(tile):
+                used = tile_operands(tile)
+            case _:
+                continue
+        last.update((item, number) for item in used if item in first)
+    return {item: range(start, last[item] + 1) for item, start in first.items()}
 
 
-def received_operands(program: Program) -> dict[Item, int]:
-    """The operands that a rank receives, by the place of the launch that posts their receive."""
-    return {
-        transfer.item: place
-        for place, instruction in enumerate(program.instructions)
-        if isinstance(instruction, Launch)
-        for transfer in instruction.recvs
-        if transfer.item.role is Role.OPERAND
-    }
-
-
-def last_uses(program: Program) -> dict[Item, int]:
-    """The place of the last instruction that uses an item."""
-    places = enumerate(program.instructions)
-    return {item: place for place, instruction in places for item in used(instruction)}
-
-
-def received_held(program: Program) -> Iterator[set[Item]]:
-    """Yield after each launch the received operands that are there, or to come, and are used yet."""
-    begin, end = received_operands(program), last_uses(program)
-    for place, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Launch):
-            yield {x for x, first in begin.items() if first <= place <= end.get(x, place)}
+def most_held(program: Program) -> int:
+    """Received operands of a rank at their most, those on their way included."""
+    spans = operand_spans(program).values()
+    return max(sum(i in span for span in spans) for i in range(len(program.instructions)))

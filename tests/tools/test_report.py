@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -88,7 +89,8 @@ def test_large_tables_are_thinned_and_keep_their_ranks():
 
 def test_the_timeline_has_all_compute_and_waiting():
     work = tw.Workload(1 << 14, 8, 8, 64)
-    found = tw.simulate(tw.double_ring(2, 4), work, tw.Machine.preset("a100x8"), exact=True)
+    machine = replace(tw.Machine.preset("a100x8"), merge_bandwidth=None)  # drawn with tiles
+    found = tw.simulate(tw.double_ring(2, 4), work, machine, exact=True)
     drawn = timeline(found)
     assert [rank for rank, _ in drawn.ranks] == list(range(8))
     assert drawn.end == pytest.approx(found.seconds)
@@ -98,6 +100,19 @@ def test_the_timeline_has_all_compute_and_waiting():
         busy = sum(bar.seconds for bar in bars if bar.lane == "compute")
         wanted = sum(use.compute_seconds for use in found.use(rank))
         assert busy == pytest.approx(wanted, rel=0.01)
+
+
+def test_bars_of_time_add_up_to_the_time_where_ranks_differ():
+    mask = tw.masks.causal_document([0, 100, 1700, 4096])
+    entries = Studies(tw.Workload(1 << 12, 8, 2, 64, mask=mask), MACHINE).compared(16)
+    figure = plan_charts.seconds(entries)
+    *bars, totals = figure.drawing.data
+    drawn = [sum(parts) for parts in zip(*(bar["x"] for bar in bars), strict=True)]
+    assert drawn == totals["x"] == pytest.approx(sorted(x.simulation.seconds for x in entries))
+    assert any(
+        x.simulation.compute_seconds + x.simulation.exposed_seconds > 1.01 * x.simulation.seconds
+        for x in entries
+    )
 
 
 def test_a_timeline_of_many_ranks_shows_some():
@@ -113,8 +128,9 @@ def test_bytes_by_link_are_the_simulators():
     *bars, totals = figure.drawing.data
     drawn = [sum(parts) for parts in zip(*(bar["x"] for bar in bars), strict=True)]
     assert drawn == totals["x"]
-    wanted = sorted(sum(entry.simulation.bytes_by_link.values()) for entry in entries)
+    wanted = sorted(entry.simulation.sent_bytes for entry in entries)
     assert drawn == wanted
+    assert any(sum(x.simulation.bytes_by_link.values()) > x.simulation.sent_bytes for x in entries)
     assert {entry.family for entry in entries} >= {"ring", "mesh", "hybrid", "double ring"}
 
 

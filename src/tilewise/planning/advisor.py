@@ -280,12 +280,14 @@ class Cost(NamedTuple):
     Attributes:
         strategy: what has them.
         exposed_seconds: of the rank that waits longest for messages.
+        overhead_seconds: of the rank that copies, merges and posts longest.
         bytes_by_link: that a rank sends at most over each class of link.
     """
 
     strategy: str
     seconds: float
     exposed_seconds: float
+    overhead_seconds: float
     bytes_by_link: dict[str, int]
 
 
@@ -463,6 +465,7 @@ def _summed(strategy: str, layers: Sequence[tuple[Simulation | Candidate, int]])
         strategy,
         sum(count * layer.seconds for layer, count in layers),
         sum(count * layer.exposed_seconds for layer, count in layers),
+        sum(count * layer.overhead_seconds for layer, count in layers),
         {link: bytes_by_link[link] for link in LINKS if link in bytes_by_link},
     )
 

@@ -49,6 +49,7 @@ class PlanRow(NamedTuple):
     bytes_by_link: dict[str, int]
     sent_bytes: int
     peak_bytes: int
+    overhead_seconds: float = 0.0  # files of before have none
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Candidate:
         layout: which tokens each rank owns.
         save: "replay" or "gathered".
         wire: how what travels is encoded, for wire= of attention; a Latent needs its expand.
-        seconds: of both passes; exposed_seconds is that of the rank that waits longest.
+        seconds: of both passes; exposed_seconds is that of the rank that waits longest for
+            messages, overhead_seconds that of the rank that copies, merges and posts longest.
         bytes_by_link: that a rank sends at most over each class of link; sent_bytes over all.
         reason: why it wins, in a sentence or two.
         distances: what no plan can fall below.
@@ -89,6 +91,7 @@ class Candidate:
     make_rows: Callable[[], tuple[PlanRow, ...]] = field(repr=False, compare=False, default=tuple)
     sampled: bool = False
     memory_sampled: bool = False
+    overhead_seconds: float = 0.0
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -159,6 +162,7 @@ class _Predicted:
     bytes_by_link: dict[str, int]
     sent_bytes: int
     peak_bytes: int
+    overhead_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -257,6 +261,7 @@ def _candidate(data: dict[str, Any], path: str) -> Candidate:
         file.distances,
         file.reason,
         partial(tuple, file.rows),
+        overhead_seconds=file.predicted.overhead_seconds,
     )
 
 

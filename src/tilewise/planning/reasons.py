@@ -17,6 +17,8 @@ class ComparedFigures(Protocol):
     @property
     def exposed_seconds(self) -> float: ...
     @property
+    def overhead_seconds(self) -> float: ...
+    @property
     def bytes_by_link(self) -> Mapping[str, int]: ...
 
 
@@ -43,8 +45,12 @@ def reason(row: ComparedFigures, rows: Sequence[ComparedFigures], ring: float | 
         return f"{longer[0].upper()}{longer[1:]}: it {_against(row, best)}."
     statement = (
         f"{row.strategy} takes {_time(row.seconds)}, of which a rank waits "
-        f"{_time(row.exposed_seconds)} ({row.exposed_seconds / row.seconds:.1%}) for messages."
+        f"{_time(row.exposed_seconds)} ({row.exposed_seconds / row.seconds:.1%}) for messages"
     )
+    if row.overhead_seconds:
+        share = row.overhead_seconds / row.seconds
+        statement += f", and copies and merges for {_time(row.overhead_seconds)} ({share:.1%})"
+    statement += "."
     tied = [other.strategy for other in rows[1:] if other.seconds <= TIE * best.seconds]
     if tied:
         names = ", ".join(tied[:4]) + f" and {len(tied) - 4} more" * (len(tied) > 4)
@@ -85,14 +91,19 @@ def _longer(times: float, compared_with: str = "") -> str:
 
 
 def _against(row: ComparedFigures, best: ComparedFigures) -> str:
-    """Say what a slower row loses by: the larger of its two costs, and its cause."""
+    """Say what a slower row loses by: the largest of its three costs, and its cause."""
     waits = f"waits {_time(row.exposed_seconds)} against {_time(best.exposed_seconds)}"
+    copies = f"{_time(row.overhead_seconds)} against {_time(best.overhead_seconds)}"
     own_seconds, best_seconds = (
-        compared.seconds - compared.exposed_seconds for compared in (row, best)
+        max(compared.seconds - compared.exposed_seconds - compared.overhead_seconds, 0.0)
+        for compared in (row, best)
     )
     computes = f"{_time(own_seconds)} against {_time(best_seconds)}"
-    longer_wait = row.exposed_seconds - best.exposed_seconds
-    if own_seconds - best_seconds > max(longer_wait, 0.0):
+    longer_wait = max(row.exposed_seconds - best.exposed_seconds, 0.0)
+    longer_copies = row.overhead_seconds - best.overhead_seconds
+    if longer_copies > max(longer_wait, own_seconds - best_seconds):
+        return f"copies and merges for {copies}, and {waits}"
+    if own_seconds - best_seconds > longer_wait:
         cause = " in smaller and slower kernel calls" if row.seconds > best.seconds else ""
         return f"computes {computes}{cause}, and {waits}"
     links = {*row.bytes_by_link, *best.bytes_by_link}

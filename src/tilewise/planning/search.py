@@ -208,4 +208,5 @@ def _candidate(
         distances,
         sampled=pair.sampled,
         memory_sampled=memory_sampled,
+        overhead_seconds=simulation.overhead_seconds,
     )

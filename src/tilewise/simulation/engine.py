@@ -52,7 +52,7 @@ class RankOperation(NamedTuple):
     leaving: tuple[int, ...] = ()
     awaited: tuple[int, ...] = ()
     label: str = ""
-    lane: str = "wait"
+    lane: str = "copy"
     kind: str = ""
     traffic_bytes: int = 0
 
@@ -116,8 +116,9 @@ class EventLoop:
         self.operation_index = [-1] * num_ranks
         self.stage, self.num_missing = [AWAIT] * num_ranks, [0] * num_ranks
         self.begins: list[list[float]] = [[] for _ in programs]
-        self.work_starts: list[tuple[float, list[float]] | None] = [None] * num_ranks
-        self.kernel_seconds, self.memory_seconds = [0.0] * num_ranks, [0.0] * num_ranks
+        self.work_starts = [0.0] * num_ranks  # of the kernel or own work that runs, or ran last
+        self.runs_kernel = bytearray(num_ranks)
+        self.kernel_seconds, self.own_seconds = [0.0] * num_ranks, [0.0] * num_ranks
         self.end_seconds = [np.nan] * num_ranks
         self.flow_done = bytearray(len(flows) + 2)
         self.flow_done[ARRIVED] = 1
@@ -166,8 +167,7 @@ class EventLoop:
                 self._work(index, program.call_seconds)
                 return
         while operation_index < len(program.operations):
-            operation = program.operations[operation_index]
-            kernel, own, leaving, awaited = operation[:4]
+            kernel, own, leaving, awaited = program.operations[operation_index][:4]
             if stage == AWAIT:
                 begins.append(self.now)
                 stage = COMPUTE
@@ -178,7 +178,7 @@ class EventLoop:
                 stage = LEAVE
                 if kernel:
                     self.operation_index[index], self.stage[index] = operation_index, stage
-                    self.work_starts[index] = self.now, self.kernel_seconds
+                    self.runs_kernel[index] = 1
                     self._work(index, kernel)
                     return
             for flow in leaving:
@@ -186,8 +186,6 @@ class EventLoop:
             operation_index, stage = operation_index + 1, AWAIT
             if own:
                 self.operation_index[index], self.stage[index] = operation_index, stage
-                if operation.lane != "wait":
-                    self.work_starts[index] = self.now, self.memory_seconds
                 self._work(index, own)
                 return
         if operation_index == len(program.operations):
@@ -210,6 +208,7 @@ class EventLoop:
 
     def _work(self, index: int, seconds: float) -> None:
         """Keep a rank busy, and the cores that its route names."""
+        self.work_starts[index] = self.now
         route = self.programs[index].route
         if route is None:
             heapq.heappush(self.events, (self.now + seconds, -1 - index))
@@ -217,11 +216,10 @@ class EventLoop:
             self.starting_work.append((index, route, seconds))
 
     def _worked(self, index: int) -> int:
-        work = self.work_starts[index]
-        if work is not None:
-            start, seconds = work
-            seconds[index] += self.now - start
-            self.work_starts[index] = None
+        """Note the end of a rank's kernel or own work; return its index."""
+        seconds = self.kernel_seconds if self.runs_kernel[index] else self.own_seconds
+        seconds[index] += self.now - self.work_starts[index]
+        self.runs_kernel[index] = 0
         return index
 
     def _launch(self, flow: int) -> None:
@@ -287,22 +285,16 @@ class EventLoop:
         sent: list[dict[str, int]] = [defaultdict(int) for _ in self.programs]
         for flow in self.flows:
             sent[self.index_of_rank[flow.rank]][flow.link] += flow.num_bytes * flow.messages
+        columns = self.programs, self.kernel_seconds, self.own_seconds, self.end_seconds, sent
         return tuple(
             RankUse(
                 program.rank,
                 members,
-                kernel,
-                end - kernel - memory,
-                total - end,
-                dict(links),
-                memory,
+                compute_seconds=kernel,
+                overhead_seconds=own,
+                exposed_seconds=max(end - kernel - own, 0.0),
+                idle_seconds=total - end,
+                bytes_by_link=dict(links),
             )
-            for program, kernel, memory, end, links in zip(
-                self.programs,
-                self.kernel_seconds,
-                self.memory_seconds,
-                self.end_seconds,
-                sent,
-                strict=True,
-            )
+            for program, kernel, own, end, links in zip(*columns, strict=True)
         )

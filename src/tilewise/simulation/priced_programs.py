@@ -98,8 +98,8 @@ class _Writer:
         found: list[_Operation] = []
         for op in draft.ops:
             kernel, memory, posting, traffic = self._prices.price(op, draft)
-            kind, lane = type(op).__name__, "memory"
-            if isinstance(op, Post | Wait):
+            kind, lane = type(op).__name__, "copy"
+            if isinstance(op, Wait):
                 lane = "wait"
             elif isinstance(op, Attend | Expand | Pull):
                 lane = "compute"

@@ -77,6 +77,7 @@ def with_leaf_moves(
 def _sum(use: RankUse, exchange_use: RankUse) -> RankUse:
     links = {*use.bytes_by_link, *exchange_use.bytes_by_link}
     return use._replace(
+        overhead_seconds=use.overhead_seconds + exchange_use.overhead_seconds,
         exposed_seconds=use.exposed_seconds + exchange_use.exposed_seconds,
         idle_seconds=use.idle_seconds + exchange_use.idle_seconds,
         bytes_by_link={

@@ -86,6 +86,11 @@ class Simulation:
         return sum(max(use.exposed_seconds for use in p.ranks) for p in self._passes)
 
     @property
+    def overhead_seconds(self) -> float:
+        """Seconds of copies, merges, posting and calls of the rank that has most, both passes."""
+        return sum(max(use.overhead_seconds for use in p.ranks) for p in self._passes)
+
+    @property
     def compute_seconds(self) -> float:
         """Seconds of kernels of the rank that computes longest, both passes."""
         return sum(max(use.compute_seconds for use in p.ranks) for p in self._passes)
@@ -94,6 +99,15 @@ class Simulation:
     def idle_seconds(self) -> float:
         """Seconds after its last instruction of the rank that ends first, both passes."""
         return sum(max(use.idle_seconds for use in p.ranks) for p in self._passes)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of both passes by what the rank that ends last does: they add up to `seconds`."""
+        last_ranks = [min(p.ranks, key=lambda use: use.idle_seconds) for p in self._passes]
+        compute = sum(use.compute_seconds for use in last_ranks)
+        overhead = sum(use.overhead_seconds for use in last_ranks)
+        wait = max(self.seconds - compute - overhead, 0.0)
+        return {"compute": compute, "copy": overhead, "wait": wait}
 
     @property
     def bytes_by_link(self) -> dict[str, int]:
@@ -110,7 +124,13 @@ class Simulation:
     @property
     def sent_bytes(self) -> int:
         """Bytes that the rank that sends most sends in both passes."""
-        return max(sum(self._bytes(rank).values()) for rank in range(self.world_size))
+        return sum(self.most_sent_by_link.values())
+
+    @property
+    def most_sent_by_link(self) -> dict[str, int]:
+        """Bytes of the rank that sends most in both passes, by the class of the link."""
+        uses = (self._bytes(rank) for rank in range(self.world_size))
+        return max(uses, key=lambda use: sum(use.values()))
 
     @property
     def total_bytes_by_link(self) -> dict[str, int]:

@@ -7,17 +7,19 @@ from typing import Any, NamedTuple, Protocol
 
 from tilewise.simulation.network import LINKS
 
-LANES = ("compute", "memory", "wait", "call", *LINKS)
+SENDS = "wait for sends"
+"""The name of a rank's span after its program."""
+
+LANES = ("compute", "copy", "wait", "call", *LINKS)
 
 
 class Span(NamedTuple):
     """Something that a rank did, and for how long.
 
     Attributes:
-        lane: "compute" for kernel calls, with what they add in place; "memory" for copies, fills,
-            merges and encodings; "wait" for messages that are posted and awaited; "call" for a
-            rank's own time before its program, and for sends of its own that have not left when
-            the program ends; the class of a link for messages.
+        lane: "compute" for kernel calls, with what they add in place; "wait" for arrivals; "copy"
+            for all other operations; "call" for a rank's own time before its program, and for sends
+            of its own that have not left when the program ends; the class of a link for messages.
         name: of an operation its label, as a listing of the rank's code and a profile have it.
         kind: of an operation its name: "Attend", "Copy", "Fill", "Merge", "Post", ...
         traffic_bytes: that it reads and writes in memory, as of `Code.traffic_bytes`.
@@ -46,22 +48,21 @@ class SpannedOperation(Protocol):
 
 
 class RankUse(NamedTuple):
-    """Time that one rank spent in a pass; the seconds of compute, memory, exposed and idle make it
-    up.
+    """Time that one rank spent in a pass; compute, overhead, exposed and idle seconds make it up.
 
     Attributes:
-        exposed_seconds: waiting for messages, its own sends at the end included, or posting them,
-            and what a call takes around its program.
-        memory_seconds: of copies, fills, merges and encodings, and of what calls add in place.
+        overhead_seconds: of copying, merging, encoding, posting messages, and of what a call takes
+            around its program.
+        exposed_seconds: of waiting for messages, its own sends at the end included.
     """
 
     rank: int
     members: int  # ranks that did the same
     compute_seconds: float  # of kernels
+    overhead_seconds: float
     exposed_seconds: float
     idle_seconds: float  # nothing left to do while others went on
     bytes_by_link: dict[str, int]  # sent, by the class of the link
-    memory_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Timeline:
             )
         index = index_of_rank[rank]
         use, (*begins, last_end) = self.ranks[index], self.recording.begins[index]
-        ended = use.compute_seconds + use.memory_seconds + use.exposed_seconds
+        ended = use.compute_seconds + use.overhead_seconds + use.exposed_seconds
         first_begin = begins[0] if begins else last_end
         if first_begin:
             yield Span(rank, "call", "call", 0.0, first_begin)
@@ -140,7 +141,7 @@ class Timeline:
             lane, kind, traffic = operation.lane, operation.kind, operation.traffic_bytes
             yield Span(rank, lane, label, start, end - start, kind, traffic)
         if ended > last_end:
-            yield Span(rank, "call", "wait for sends", last_end, ended - last_end)
+            yield Span(rank, "call", SENDS, last_end, ended - last_end)
 
 
 def trace_text(passes: tuple[Timeline, Timeline]) -> str:

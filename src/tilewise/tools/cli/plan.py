@@ -143,7 +143,7 @@ def _print(
 
 
 def _table(candidates_shown: list[Candidate], is_wide: bool) -> Table:
-    """Time and memory; where there is room also waiting, bytes over each link, and save."""
+    """Time and memory; where there is room also its parts, bytes over each link, and save."""
     links = [
         x
         for x in LINKS
@@ -152,8 +152,8 @@ def _table(candidates_shown: list[Candidate], is_wide: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("#", justify="right")
     table.add_column("strategy", overflow="fold")
-    waits = ["waits\nms"] * is_wide
-    for column in ("ms", *waits, *(f"sent\n{link}" for link in links), "memory"):
+    parts = ["waiting\nms", "copies\nms"] * is_wide
+    for column in ("ms", *parts, *(f"sent\n{link}" for link in links), "memory"):
         table.add_column(column, justify="right", no_wrap=True)
     if is_wide:
         table.add_column("save", no_wrap=True)
@@ -165,7 +165,11 @@ def _table(candidates_shown: list[Candidate], is_wide: bool) -> Table:
                 candidate.strategy,
                 f"{'~' * candidate.sampled}{candidate.seconds * 1e3:.4g}",
             ),
-            *[f"{candidate.exposed_seconds * 1e3:.3g}"] * is_wide,
+            *[
+                f"{seconds * 1e3:.3g}"
+                for seconds in (candidate.exposed_seconds, candidate.overhead_seconds)
+                if is_wide
+            ],
             *sent_texts,
             f"{'~' * candidate.memory_sampled}{as_bytes(candidate.peak_bytes)}",
             *[candidate.save] * is_wide,

@@ -74,19 +74,26 @@ simulate_command = command_of(_simulate, SimulateOptions, WorkOptions, usual=SHO
 
 
 NAMES = (
-    *("seconds", "forward_seconds", "backward_seconds", "compute_seconds", "exposed_seconds"),
-    *("idle_seconds", "bytes_by_link", "sent_bytes", "peak_bytes"),
+    *("seconds", "forward_seconds", "backward_seconds", "compute_seconds"),
+    *("overhead_seconds", "exposed_seconds", "idle_seconds"),
+    *("bytes_by_link", "sent_bytes", "peak_bytes"),
 )
+
+
+PARTS = {
+    "compute": "compute_seconds",
+    "copies, merges": "overhead_seconds",
+    "waiting": "exposed_seconds",
+    "idle": "idle_seconds",
+}
 
 
 def _table(simulation: Simulation) -> Table:
     table = table_of("", "forward", "backward")
     passes = simulation.forward, simulation.backward
     rows = {"time": [timeline.seconds for timeline in passes]}
-    for label in ("compute", "exposed", "idle"):
-        rows[label] = [
-            max(getattr(u, f"{label}_seconds") for u in timeline.ranks) for timeline in passes
-        ]
+    for label, name in PARTS.items():
+        rows[label] = [max(getattr(u, name) for u in timeline.ranks) for timeline in passes]
     for label, values in rows.items():
         table.add_row(label, *(f"{value * 1e3:.4g} ms" for value in values))
     for link in sorted(

@@ -13,7 +13,7 @@ from tilewise.tools.mask_report.view import assigned
 from tilewise.tools.report.drawing import Drawing, Series, Words, axis, bars, lines, log_axis, tiles
 from tilewise.tools.report.page import Figure, TextTable
 from tilewise.tools.report.studies import LONGEST_RING, Placed, Studies, StudyEntry
-from tilewise.tools.report.timeline import LANES, LINK_NAMES
+from tilewise.tools.report.timeline import LANE_NAMES, LANES, OWN
 from tilewise.tools.report.words import CROSS, count, quantity, short, times
 
 THIS = "this plan"
@@ -48,7 +48,7 @@ def _stacked(
     """Lying bars, a name each; parts are values of each entry, by lane."""
     names, series = list(map(_name, entries)), []
     for lane, values in values_by_lane.items():
-        lane_name = LINK_NAMES.get(lane, lane)
+        lane_name = LANE_NAMES.get(lane, lane)
         both = zip(entries, values, strict=True)
         notes = [_note(entry, f"{quantity(value, unit)} {lane_name}") for entry, value in both]
         series.append(Series(lane_name, names, values, notes, LANES[lane]))
@@ -58,13 +58,15 @@ def _stacked(
 def seconds(entries: Iterable[StudyEntry]) -> Figure:
     """Chart of the parts of each strategy's time."""
     entries = sorted(entries, key=lambda entry: entry.simulation.seconds)
+    seconds_by_entry = [entry.simulation.parts for entry in entries]
     parts = {
-        "compute": [entry.simulation.compute_seconds for entry in entries],
-        "wait": [entry.simulation.exposed_seconds for entry in entries],
+        lane: [seconds[lane] for seconds in seconds_by_entry]
+        for lane in OWN
+        if any(seconds[lane] for seconds in seconds_by_entry)
     }
     caption = (
-        "Forward and backward. Compute is that of the busiest rank, waiting that of the rank that "
-        "waits longest, so the two may add up to a little more than the time."
+        "Forward and backward, of the rank that ends last in each pass: what it does adds up to "
+        "the time."
     )
     drawing = _stacked(entries, "time", "s", parts)
     table = TextTable(CELLS, (*map(_cells, entries),))
@@ -72,19 +74,17 @@ def seconds(entries: Iterable[StudyEntry]) -> Figure:
 
 
 def bytes_by_link(entries: Iterable[StudyEntry]) -> Figure:
-    """Chart of the bytes that a rank sends at most over each class of link, by strategy."""
-    entries = sorted(entries, key=lambda entry: sum(entry.simulation.bytes_by_link.values()))
-    bytes_of_links = {
-        link: [float(entry.simulation.bytes_by_link.get(link, 0)) for entry in entries]
-        for link in LINKS
-    }
+    """Chart of the bytes of the rank that sends most, by class of link, by strategy."""
+    entries = sorted(entries, key=lambda entry: entry.simulation.sent_bytes)
+    sent = [entry.simulation.most_sent_by_link for entry in entries]
+    bytes_of_links = {link: [float(part.get(link, 0)) for part in sent] for link in LINKS}
     rows = tuple(
         (*_cells(entry)[:2], *(quantity(values[i], "B") for values in bytes_of_links.values()))
         for i, entry in enumerate(entries)
     )
-    header = ("strategy", "plan", *(LINK_NAMES[link] for link in LINKS))
+    header = ("strategy", "plan", *(LANE_NAMES[link] for link in LINKS))
     caption = (
-        "Bytes that a rank sends at most over each kind of link in forward and backward. Bytes "
+        "Bytes of the rank that sends most in forward and backward, over each kind of link. Bytes "
         "between nodes cost most: the ranks of a node share its network cards."
     )
     parts = {link: values for link, values in bytes_of_links.items() if any(values)}

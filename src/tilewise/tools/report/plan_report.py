@@ -18,8 +18,8 @@ from tilewise.workload import Workload
 
 LONGEST_MASK = 200  # letters
 RANKED = (
-    *("strategy", "both passes", "to best", "waiting", "sent by a rank", "peak memory"),
-    *("operands", "plan", "backward plan"),
+    *("strategy", "both passes", "to best", "waiting", "copies, merges"),
+    *("sent by a rank", "peak memory", "operands", "plan", "backward plan"),
 )
 
 
@@ -62,6 +62,7 @@ def subject_of(candidate: Candidate) -> ReportedPlan:
             quantity(row.seconds, "s"),
             times(row.seconds / best),
             quantity(row.exposed_seconds, "s"),
+            quantity(row.overhead_seconds, "s"),
             quantity(row.sent_bytes, "B"),
             quantity(row.peak_bytes, "B"),
             row.save,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tilewise.simulation.network import LINKS
 from tilewise.simulation.simulator import Simulation
-from tilewise.simulation.timeline import Span
+from tilewise.simulation.timeline import SENDS, Span
 from tilewise.tools.report.drawing import AROUND, Drawing, Words, axis, colour, hover
 from tilewise.tools.report.page import Figure, TextTable
 from tilewise.tools.report.words import CROSS, quantity
@@ -15,11 +15,16 @@ MOST_ROWS = 12
 FIRST_KERNELS = 8  # shown first, each a bar of its own
 FINEST = 1500  # bars closer than this part of the pass are drawn as one
 ROW = 64  # pixels
-OWN = ("compute", "wait")  # a rank is in one at a time; what a call takes is drawn as waiting
-LANES = MappingProxyType({"compute": 0, "wait": 1, "inside": 5, "between": 3, "across": 6})
+OWN = ("compute", "copy", "wait")  # a rank is in one at a time
+LANES = MappingProxyType(
+    {"compute": 0, "copy": 2, "wait": 1, "inside": 5, "between": 3, "across": 6}
+)
 """The palette's numbers of what a rank does."""
-LINK_NAMES = MappingProxyType(
-    {"inside": "inside the node", "between": "between nodes", "across": "between racks"}
+LANE_NAMES = MappingProxyType(
+    {
+        **{"copy": "copy and merge", "inside": "inside the node"},
+        **{"between": "between nodes", "across": "between racks"},
+    }
 )
 
 
@@ -64,7 +69,9 @@ def timeline(simulation: Simulation) -> TimelineBars:
             by_lane: dict[str, list[Span]] = {}
             for span in (*pass_timeline.rank_spans(rank), *messages.get(rank, ())):
                 if span.seconds:
-                    lane = "wait" if span.lane == "call" else span.lane
+                    lane = span.lane
+                    if lane == "call":
+                        lane = "wait" if span.name == SENDS else "copy"
                     by_lane.setdefault(lane, []).append(span._replace(lane=lane))
             for lane in (*OWN, *LINKS):
                 spans = by_lane.get(lane, ())
@@ -104,7 +111,7 @@ def _joined(spans: Iterable[Span], gap: float, first: float) -> list[Bar]:
 
 
 def _note(lane: str, names: list[str], busy: float) -> str:
-    lane_name = LINK_NAMES.get(lane, lane)
+    lane_name = LANE_NAMES.get(lane, lane)
     if len(names) > 1:
         return f"{lane_name}: {len(names)} in {quantity(busy, 's')}"
     return f"{lane_name} {names[0]}: {quantity(busy, 's')}".replace(f"{lane} {lane}", lane)
@@ -122,7 +129,8 @@ def timeline_figure(simulation: Simulation) -> Figure:
     else:
         which = f"{num_shown} of the {alike} ranks that stand for all {world_size}"
     caption = (
-        f"The upper bar of a rank is itself: computing, or waiting for messages. The thin bars "
+        f"The upper bar of a rank is itself: computing (with the merging that a tile needs), "
+        f"copying and merging, or waiting for messages. The thin bars "
         f"below are its messages on each kind of link. Shown: {which}. Good plans have little "
         "waiting, and messages that end while something is computed. Shown first: the first steps; "
         "take the buttons, or drag across, to see others."
@@ -134,7 +142,8 @@ def timeline_figure(simulation: Simulation) -> Figure:
         ("Both passes", 0.0, timeline_bars.end),
     )
     rows = tuple(_row(simulation, *rank) for rank in timeline_bars.ranks)
-    table = TextTable(("rank", "ranks like it", "compute", "wait", "idle", "sent"), rows)
+    header = ("rank", "ranks like it", "compute", "copy and merge", "wait", "idle", "sent")
+    table = TextTable(header, rows)
     title = "Timeline per rank, forward then backward"
     return Figure("timeline", title, caption, _drawn(timeline_bars), table, jumps)
 
@@ -143,7 +152,7 @@ def _row(simulation: Simulation, rank: int, members: int) -> tuple[str, ...]:
     both = simulation.use(rank)
     seconds = (
         quantity(sum(getattr(use, f"{name}_seconds") for use in both), "s")
-        for name in ("compute", "exposed", "idle")
+        for name in ("compute", "overhead", "exposed", "idle")
     )
     num_bytes = sum(sum(use.bytes_by_link.values()) for use in both)
     return str(rank), str(members), *seconds, quantity(num_bytes, "B")
@@ -185,7 +194,7 @@ def _lane(timeline_bars: TimelineBars, lane: str) -> Words:
     shift, thick = (-0.16, 0.44) if lane in OWN else (0.16 + 0.16 * links.index(lane), 0.14)
     return {
         "type": "bar",
-        "name": LINK_NAMES.get(lane, lane),
+        "name": LANE_NAMES.get(lane, lane),
         "orientation": "h",
         "y": [bar.row + shift for bar in lane_bars],
         "width": thick,
