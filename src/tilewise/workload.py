@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -23,8 +23,8 @@ from tilewise.arguments import (
 )
 from tilewise.compiler.code import Code
 from tilewise.compiler.codegen import pass_code
-from tilewise.compiler.facts import CallTraits
 from tilewise.compiler.exact_wires import check_exact_wires
+from tilewise.compiler.facts import DEFAULT_TRAITS, CallTraits
 from tilewise.compiler.pruning import everything_needed
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
 from tilewise.compiler.row_code import row_code
@@ -36,6 +36,7 @@ from tilewise.masks.base import Full, Mask
 from tilewise.plan.ir import Item, Plan, find_symmetry
 from tilewise.plan.payload import accumulator, head_groups
 from tilewise.plan.shifts import Symmetry, absolute
+from tilewise.tiles.call_rows import KERNEL_STYLES
 from tilewise.wires.wire import AnyWire, Wires, plain_wires, wires_of
 
 MOST_NUMBERS = 1 << 48
@@ -346,26 +347,40 @@ def _sent_alike(resolved: ResolvedPass, symmetry: Symmetry) -> tuple[int, ...]:
 
 
 @checks_arguments
-def plan_code(plan: Plan, work: Workload, rank: int, backward: bool = False) -> Code:
+def plan_code(
+    plan: Plan,
+    work: Workload,
+    rank: int,
+    backward: bool = False,
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    kernel: str | None = None,
+) -> Code:
     """The code of one rank's pass: every copy, message, kernel call and merge, in order.
 
         print(tw.ring(4).code(work, rank=0))                 # one operation a line
+        tw.ring(4).code(work, 0, device="cuda").traffic_bytes
 
     It is that of loopback and of NCCL on one node: receives belong to the launch of their sends.
 
     Args:
         plan: of both passes.
         rank: in 0..plan.world_size - 1.
+        device: "cpu" or "cuda". Both run the same code today.
+        kernel: name of the kernel for which tiles are cut, as `tilewise doctor` has it; None: of a
+            library, which takes rectangles and squares.
     Returns:
         Its str() has a line for each operation, by the label that profiles and simulated traces
-        have; num_bytes are those of the pass's workspace, bytes_sent those of `tw.volume`.
+        have; num_bytes are those of the pass's workspace, bytes_sent those of `tw.volume`,
+        traffic_bytes those that copies, merges and results read and write in memory.
     Raises:
-        ValueError: if plan, workload and rank do not fit each other.
+        ValueError: if plan, workload and rank do not fit each other, or there is no such kernel.
     """
-    return _code(work.resolve(plan), rank, backward)
-
-
-@checks_arguments
-def _code(passes: tuple[ResolvedPass, ResolvedPass], rank: int, backward: bool) -> Code:
+    if kernel is not None:
+        require_known("kernel", kernel, KERNEL_STYLES)
+    traits = DEFAULT_TRAITS
+    if kernel is not None:
+        traits = traits._replace(cut=KERNEL_STYLES[kernel])
+    passes = work.resolve(plan)
     call = CallTraits(keep=passes[1].payload.saved and not backward)
-    return pass_code(passes, rank, backward=backward, call=call)
+    return pass_code(passes, rank, backward=backward, call=call, traits=traits)

@@ -25,7 +25,7 @@ from tilewise.execution.workspace import Workspace
 from tilewise.plan.ir import find_symmetry
 from tilewise.simulation import peak_memory
 from tilewise.simulation.peak_memory import PassMemory
-from tilewise.simulation.priced_programs import halves_of
+from tilewise.simulation.halves import halves_of
 from tilewise.tiles.call_rows import CallStyle
 
 HEADS = {"GQA": (8, 4, 32), "MHA": (4, 4, 32)}

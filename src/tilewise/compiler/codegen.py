@@ -7,9 +7,11 @@ packed and where it arrives, which rows a kernel call reads in place and which a
 it adds, what becomes a partial result without a copy.
 """
 
-from tilewise.arguments import require_range
-from tilewise.compiler.code import Code
-from tilewise.compiler.draft import Draft
+from collections.abc import Iterator
+
+from tilewise.arguments import require_known, require_range
+from tilewise.compiler.code import Code, listing
+from tilewise.compiler.draft import AttendTile, Draft
 from tilewise.compiler.facts import DEFAULT_TRAITS, CallTraits, CodeTraits, Facts
 from tilewise.compiler.passes import PASSES, naive, place
 from tilewise.compiler.resolved import ResolvedPass
@@ -62,3 +64,29 @@ def pass_draft(facts: Facts, after: str | None = None) -> Draft:
         if name == after:
             break
     return draft
+
+
+def draft_listing(passes: Passes, rank: int, *, backward: bool, after: str) -> Iterator[str]:
+    """Yield the operations of a pass after one of the compiler's passes, as `Code.listing` does.
+
+    Args:
+        after: "naive", or a name in PASSES.
+    Raises:
+        ValueError: if there is no such pass or rank.
+    """
+    require_known("pass", after, ("naive", *PASSES, "place"))
+    call = CallTraits(keep=passes[1].payload.saved and not backward)
+    facts = pass_facts(passes, rank, backward=backward, call=call, traits=DEFAULT_TRAITS)
+    if after == "place":
+        yield from place(pass_draft(facts), facts).listing()
+        return
+    draft = pass_draft(facts, after)
+    for op in draft.ops:
+        if isinstance(op, AttendTile):
+            yield op.label
+            views = (view for side in op.operands for held in side for view in held.views)
+            targets = (view for side in op.partials for view in side)
+            ends = (", ".join(map(draft.named, some)) for some in (views, targets))
+            yield "    attend tile of {}; adds to {}".format(*ends)
+        else:
+            yield from listing([op], draft.named)

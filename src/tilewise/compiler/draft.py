@@ -189,6 +189,16 @@ class Draft:
             outer = self.inside[view.buffer]
         return view
 
+    def named(self, view: View) -> str:
+        """A buffer's name with the rows, heads and fields that are meant: "kv1[0:32].k"."""
+        view = self.found(view)
+        rows = "" if view.rows is None else f"[{':'.join(map(str, view.rows[:2]))}]"
+        if view.rows is not None and view.rows[2] != 1:
+            rows = f"[{':'.join(map(str, view.rows))}]"
+        heads = "" if view.heads is None else f"{{{view.heads[0]}:{view.heads[1]}}}"
+        fields = "" if view.fields is None else f".{' '.join(view.fields)}"
+        return f"{self.buffers[view.buffer].name}{rows}{heads}{fields}"
+
     def num_bytes(self, view: View) -> int:
         """Bytes of what a view means: of its numbers, or as they travel if they are packed."""
         buffer, rows = self.buffers[view.buffer], self.num_rows(view)

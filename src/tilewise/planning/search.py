@@ -23,7 +23,7 @@ from tilewise.planning.pairs import Pair, PairSearch
 from tilewise.planning.pass_model import PassModel, pad_to_equal_shards
 from tilewise.planning.reasons import reason
 from tilewise.simulation.machine import Machine
-from tilewise.simulation.priced_programs import EXACT_RANKS
+from tilewise.simulation.halves import EXACT_RANKS
 from tilewise.simulation.simulator import Simulation
 from tilewise.wires.wire import AnyWire, wires_of
 from tilewise.workload import Workload

@@ -1,8 +1,9 @@
 """Rows that each kernel call of a tile reads, of which shard, and which of them need copying."""
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
@@ -51,6 +52,24 @@ class CallStyle(NamedTuple):
 
     square_causal: bool = False
     whole_tile: bool = False
+
+
+LIBRARY_STYLE = CallStyle(square_causal=True)
+"""Of kernels of a library, such as cudnn's: rectangles, and squares at the diagonal."""
+
+KERNEL_STYLES: Mapping[str, CallStyle] = MappingProxyType(
+    {
+        "cpu": LIBRARY_STYLE,
+        "cudnn": LIBRARY_STYLE,
+        "efficient": LIBRARY_STYLE,
+        "flex": CallStyle(whole_tile=True),
+        "triton": CallStyle(whole_tile=True),
+        "triton_deterministic": CallStyle(whole_tile=True),
+        **dict.fromkeys(("cuda", "flash_attn", "flash_attn_3", "flash_attn_4"), CallStyle()),
+        **dict.fromkeys(("flashinfer", "reference"), CallStyle()),
+    }
+)
+"""How the kernels of this package want tiles cut, by name: what needs no torch reads it here."""
 
 
 class TileCalls(NamedTuple):

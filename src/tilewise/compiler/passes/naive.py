@@ -87,7 +87,7 @@ class _Writer:
         for side in Side:
             rows, heads = facts.num_own_rows(side), facts.own_heads(side)
             fields = facts.own_fields(side)
-            own = draft.new(RowBuffer("own", rows, fields, heads, Home.GIVEN))
+            own = draft.new(RowBuffer(f"own {side.name.lower()}", rows, fields, heads, Home.GIVEN))
             if side is Side.Q and facts.payload.backward:
                 self._delta(own)
             for (shard, at), group in product(facts.held[side], range(facts.groups.groups)):

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from tilewise.arguments import require_range
 from tilewise.compiler.code import Code
+from tilewise.compiler.codegen import draft_listing
 from tilewise.compiler.pruning import prune
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan
@@ -112,6 +113,10 @@ class ShowOptions(NamedTuple):
         option("List what the rank (0 unless given) runs: every copy, message, call and merge."),
     ] = False
     backward: Annotated[bool, option("With --code: of the backward pass.")] = False
+    after: Annotated[
+        str | None,
+        option("With --code: the operations after this pass of the compiler: naive, tiles, ..."),
+    ] = None
     check: Annotated[
         bool,
         option(
@@ -135,6 +140,8 @@ def show(options: ShowOptions, about: WorkOptions) -> None:
         if options.check:
             print_plain(checked(_work(plan, planned, about), plan))
             return
+        if options.after is not None and not options.code:
+            raise ValueError("--after names a pass of the compiler; add --code")
         if options.code:
             for line in code_lines(_work(plan, planned, about), plan, options):
                 print_plain(line)
@@ -177,9 +184,17 @@ def checked(work: Workload, plan: Plan) -> str:
 
 def code_lines(work: Workload, plan: Plan, options: ShowOptions) -> Iterator[str]:
     """The listing of a rank's code, with its memory and bytes."""
-    code: Code = plan.code(work, options.rank or 0, options.backward)
+    rank = options.rank or 0
+    if options.after is not None:
+        passes = work.resolve(plan)
+        yield from draft_listing(passes, rank, backward=options.backward, after=options.after)
+        return
+    code: Code = plan.code(work, rank, options.backward)
     yield from code.listing()
-    yield f"workspace: {code.num_bytes} bytes; sent: {code.bytes_sent} bytes"
+    yield (
+        f"workspace: {code.num_bytes} bytes; sent: {code.bytes_sent} bytes; "
+        f"read and written beside kernels: {code.traffic_bytes} bytes"
+    )
 
 
 show_command = command_of(show, ShowOptions, WorkOptions, without=["machine"], usual=USUAL)
