@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -74,7 +75,7 @@ def test_nothing_is_planned_again_where_a_prepared_value_arrives(kernel, monkeyp
 
     monkeypatch.setattr(forward_backward, "pass_code", refuse)
     monkeypatch.setattr(facts, "lower", refuse)
-    monkeypatch.setattr("tilewise.compiler.passes.place.placed", refuse)
+    monkeypatch.setattr(sys.modules["tilewise.compiler.passes.place"], "placed", refuse)
     monkeypatch.setattr(TileCalls, "calls", refuse)
     found = attended(step, lambda rank: {"plan": plans[rank]}, kernel=kernel)
     assert all(torch.isfinite(x).all() for rank in found for x in rank)

@@ -117,6 +117,40 @@ def test_a_ring_has_memory_for_two_received_shards_at_most():
     assert max(held) == 2 and held[-1] == 0
 
 
+@pytest.mark.parametrize(("dtype", "wide"), [("float64", 8), ("bfloat16", 4)])
+def test_the_traffic_of_a_ring_is_that_counted_by_hand(dtype: str, wide: int):
+    """8 rows on each of two ranks, of 4 heads of 8 and of 2 KV heads of 8.
+
+    Partials are wide: kernels make results in the dtype of their operands, which are then read
+    again, converted and written. What is added to is read before.
+    """
+    work = tw.Workload(16, 4, 2, 8, dtype, mask=tw.Full(), layout=tw.contiguous(16, 2))
+    forward, backward = (tw.ring(2).code(work, 0, of) for of in (False, True))
+    narrow = 8 if dtype == "float64" else 2
+    out, kv, lse = 8 * 4 * 8, 2 * 8 * 2 * 8, 8 * 4 * wide  # numbers, numbers, bytes
+    made, total = out * narrow + lse, out * wide + lse
+    first = made if made == total else 2 * made + total
+    added = 2 * made + 2 * total
+    pack = 2 * kv * narrow
+    assert forward.traffic_bytes == pack + first + added + total + made  # the last is the copy out
+    dq, dkv = (out * narrow, out * wide), (kv * narrow, kv * wide)
+    written = [m if m == t else 2 * m + t for m, t in (dq, dkv)]
+    calls = written[0] + 2 * written[1] + 2 * sum(dq)  # dq is added to by the second
+    sent, merged = sum(dkv), dkv[0] + 2 * dkv[1]
+    assert backward.traffic_bytes == pack + calls + sent + merged + sum(dq) + sum(dkv)
+    assert forward.num_calls == backward.num_calls == 2
+    assert forward.bytes_sent == kv * narrow and backward.bytes_sent == 2 * kv * narrow
+
+
+def test_each_kernel_call_of_a_tile_counts():
+    """A mask of two patterns by head cuts the one tile of all_gather, and each of a ring, in two."""
+    for mask, calls in ((tw.Full(), 1), (MASKS["by head"], 2)):
+        work = tw.Workload(TOKENS, 8, 2, 16, mask=mask, layout=LAYOUTS["by head"])
+        for plan, tiles in ((tw.all_gather(WORLD), 1), (tw.ring(WORLD), WORLD)):
+            for backward in (False, True):
+                assert plan.code(work, 1, backward).num_calls == calls * tiles, (plan, mask)
+
+
 def test_there_is_no_code_of_a_rank_that_is_none():
     work = Setting().workload()
     with pytest.raises(ValueError, match=r"rank \(4\) must be from 0 to 3"):

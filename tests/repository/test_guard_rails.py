@@ -149,7 +149,7 @@ def test_no_class_of_the_compiler_does_everything():
     methods = {
         f"{module}.{node.name}": sum(isinstance(x, ast.FunctionDef) for x in node.body)
         for module in MODULES
-        if module.name.startswith("compiler")
+        if module.name.startswith("tilewise.compiler.")
         for node in ast.walk(module.tree)
         if isinstance(node, ast.ClassDef)
     }

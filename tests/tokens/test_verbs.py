@@ -386,7 +386,7 @@ def test_bytes_are_the_volumes_and_codes_are_right(seed: int):
                 code = row_code(moves, rank, (5,), "float64", backward=backward)
                 check_code(code)
                 assert code.bytes_sent == volume[backward][rank]
-                assert str(code)
+                assert str(code).splitlines() == [op.label for op in code.ops]
 
         def on_rank(rank: int, group: Any, verb=verb) -> tuple[int, int]:
             cp = tw.ContextParallel(group, num_tokens=num_tokens, layout=layout)

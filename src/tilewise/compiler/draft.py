@@ -118,6 +118,7 @@ class Draft:
         batch: sequences that lie side by side in every row.
         inside: of each buffer the view of another in which it lies, or None.
         kept: what a forward pass keeps for backward.
+        by_head: whether heads are exchanged as whole buffers, so that tiles read one shard.
     """
 
     batch: int
@@ -125,6 +126,7 @@ class Draft:
     buffers: list[RowBuffer] = field(default_factory=list)
     inside: list[View | None] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
+    by_head: bool = False
 
     def new(self, buffer: RowBuffer) -> View:
         """Add a buffer; return all of it."""

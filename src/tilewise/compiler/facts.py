@@ -171,15 +171,16 @@ class Facts:
         return head_exchange(role, payload, layouts, groups, self.rank, self.call.batch)
 
     @cached_property
-    def tile_layouts(self) -> tuple[Layout, Layout]:
-        """The layouts of both sides as tiles read them: one shard where heads were exchanged."""
+    def whole_layouts(self) -> tuple[Layout, Layout]:
+        """The layouts of both sides as tiles read them where heads were exchanged: one shard."""
         q, kv = self.resolved.layouts
-        return (as_one_shard(q), as_one_shard(kv)) if self.by_head else (q, kv)
+        return as_one_shard(q), as_one_shard(kv)
 
-    @cached_property
-    def table(self) -> TileCalls:
+    def table(self, by_head: bool) -> TileCalls:
+        """How tiles are cut into kernel calls; of one shard where heads were exchanged."""
+        layouts = self.whole_layouts if by_head else self.resolved.layouts
         return TileCalls(
-            self.tile_layouts, self.resolved.mask, self.resolved.groups, self.traits.cut
+            layouts, self.resolved.mask, self.resolved.groups, self.traits.cut
         )
 
     @cached_property

@@ -53,4 +53,4 @@ def _merged(op: Merge[V], num_bytes: Callable[[V], int]) -> int:
     source = num_bytes(op.source)
     if not op.scratch:
         return 3 * source
-    return source + 5 * sum(map(num_bytes, op.scratch))
+    return source + 6 * sum(map(num_bytes, op.scratch))

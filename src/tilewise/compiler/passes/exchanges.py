@@ -120,6 +120,7 @@ class _Heads:
     def rewrite(self) -> None:
         """Write the program anew; of what the first pass wrote, the call's tensors stay."""
         draft, facts = self._draft, self._facts
+        draft.by_head = True
         old, draft.ops = draft.ops, [op for op in draft.ops if isinstance(op, ComputeDelta)]
         for op in old:
             if isinstance(op, Copy) and draft.buffers[op.source.buffer].home is Home.GIVEN:
@@ -161,7 +162,7 @@ class _Heads:
         for side in Side:
             fields = payload.fields(side, role)
             if fields:
-                rows = facts.tile_layouts[side].sizes[0] if whole else facts.num_own_rows(side)
+                rows = facts.whole_layouts[side].sizes[0] if whole else facts.num_own_rows(side)
                 heads = payload.heads(side) * (1 if whole else facts.plan.world_size)
                 form = HeadBuffer(exchange, side, whole)
                 buffer = RowBuffer(f"heads of {side.name.lower()}", rows, fields, heads, Home.WORKSPACE, form)
@@ -232,7 +233,7 @@ class _Heads:
         if side not in self._partials:
             fields, heads = facts.result_fields(side), facts.payload.heads(side)
             item = partial(side, 0, facts.rank)
-            rows = facts.tile_layouts[side].sizes[0]
+            rows = facts.whole_layouts[side].sizes[0]
             made = draft.apart(str(item), rows, fields, heads, item=item)
             self._partials[side] = made
             values = tuple(blank_value(x.name) for x in fields)
@@ -242,7 +243,7 @@ class _Heads:
     def _compute(self, tile: Tile) -> None:
         sides = [side for side in Side if self._facts.payload.results(side)]
         partials = [(self._made(side),) if side in sides else () for side in Side]
-        rows = [((0, self._facts.tile_layouts[side].sizes[0]),) for side in Side]
+        rows = [((0, self._facts.whole_layouts[side].sizes[0]),) for side in Side]
         held = [(Held(rows[side], self._operands[side]),) for side in Side]
         whole = Tile((0,), (0,), tile.heads)
         both = (held[0], held[1]), (partials[0], partials[1])

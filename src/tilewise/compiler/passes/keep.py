@@ -11,7 +11,7 @@ from tilewise.plan.payload import RowFormat
 
 def keep(draft: Draft, facts: Facts) -> None:
     """Let the buffers into which operands are received outlive the pass."""
-    if not facts.keeps or facts.by_head:
+    if not facts.keeps or draft.by_head:
         return
     items_of: dict[int, dict[Item, tuple[int, Rows]]] = {}
     received = {

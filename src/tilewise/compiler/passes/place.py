@@ -101,10 +101,10 @@ class _Writer:
 
     def _copy(self, copy: Copy[View]) -> Copy[Refs]:
         draft = self._draft
-        forms = {draft.buffers[x.buffer].form for x in (copy.source, copy.target)}
+        forms = [draft.buffers[x.buffer].form for x in (copy.source, copy.target)]
         roots = [draft.buffers[draft.found(x).buffer] for x in (copy.source, copy.target)]
-        travel = all(isinstance(x.form, RowFormat) for x in roots)
-        if copy.source.fields is None and len(forms) == 1 and travel:
+        travel = all(isinstance(x, RowFormat) for x in (*forms, *(root.form for root in roots)))
+        if travel and copy.source.fields is None and forms[0] == forms[1]:
             return _mapped(copy, self._message)  # rows as they travel, whatever is in them
         names = [x.name for x in self._draft.fields_of(copy.source)]
         targets = [x.name for x in self._draft.fields_of(copy.target)]

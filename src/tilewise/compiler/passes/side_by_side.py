@@ -18,7 +18,7 @@ from tilewise.plan.ir import Item, Role, Side
 
 def side_by_side(draft: Draft, facts: Facts) -> None:
     """Place the buffers of items that tiles read together in one buffer each."""
-    if facts.by_head:
+    if draft.by_head:
         return
     of_item: defaultdict[Item, list[int]] = defaultdict(list)
     for number, buffer in enumerate(draft.buffers):

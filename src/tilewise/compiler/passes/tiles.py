@@ -32,7 +32,8 @@ def _known_calls(plan: Plan, rank: int, table: TileCalls) -> KnownCalls:
 
 def tiles(draft: Draft, facts: Facts) -> None:
     """Write the kernel calls of every tile, with the copies and merges around them."""
-    known = _known_calls(facts.plan, facts.rank, facts.table)
+    table = facts.table(draft.by_head)
+    known = _known_calls(facts.plan, facts.rank, table)
     old, draft.ops = draft.ops, []
     for op in old:
         if not isinstance(op, AttendTile):
@@ -40,7 +41,7 @@ def tiles(draft: Draft, facts: Facts) -> None:
             continue
         held = tuple(tuple(x.rows for x in side) for side in op.operands)
         if (op.tile, held) not in known:
-            known[op.tile, held] = tuple(facts.table.calls(op.tile, held))  # pyright: ignore
+            known[op.tile, held] = tuple(table.calls(op.tile, held))  # pyright: ignore
         for parts in known[op.tile, held]:
             _attend(draft, facts, op, parts)
 
@@ -67,7 +68,7 @@ def _attend(draft: Draft, facts: Facts, tile: AttendTile, parts: CallParts[np.nd
             results.append(aside)
             label = f"merge {of}"
             merges += _merges(draft, facts, label, aside, targets, selections[side], heads[side])
-    places = _places(facts, tile.tile, parts) if facts.call.places or facts.latent else None
+    places = _places(draft, facts, tile.tile, parts) if facts.call.places or facts.latent else None
     made = tuple(_made_bytes(draft, view, facts.payload.dtype) for view in results)
     adds = (False,) * len(results)
     ends = tuple(operands), (), tuple(results), adds, made
@@ -176,13 +177,13 @@ def _merges(
     return found
 
 
-def _places(facts: Facts, tile: Tile, parts: CallParts[np.ndarray]) -> RowTables:
+def _places(draft: Draft, facts: Facts, tile: Tile, parts: CallParts[np.ndarray]) -> RowTables:
     """Return the positions of a call's rows, keys and heads in the whole attention."""
     groups = facts.resolved.groups
     q, k = (
         _positions(layout, shards, of)
         for layout, shards, of in zip(
-            facts.tile_layouts, (tile.q, tile.kv), (parts.q, parts.k), strict=True
+            facts.table(draft.by_head).layouts, (tile.q, tile.kv), (parts.q, parts.k), strict=True
         )
     )
     first = groups.slice(Side.Q, tile.heads).start
