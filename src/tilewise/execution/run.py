@@ -21,14 +21,6 @@ from tilewise.execution.encoding import decode, encode
 from tilewise.execution.expansion import Expanded, Expansion
 from tilewise.execution.workspace import Numbered, Workspace, WorkspacePool
 from tilewise.kernels.call_cache import CALL_CACHE
-from tilewise.kernels.canonical import (
-    LeafKernel,
-    finish_attention,
-    finish_gradients,
-    merge_columns,
-    merge_short,
-    row_sum,
-)
 from tilewise.kernels.protocol import (
     Kernel,
     Places,
@@ -65,11 +57,10 @@ class Pass:
     Attributes:
         handles: of exchanges under way, by the number that a wait knows them by.
         ask: computes the partial results of a code that asks for them.
-        sink: one a head, [num_heads] or [batch, num_heads], of a canonical forward pass.
         expanded: the keys and values that were made last.
     """
 
-    __slots__ = ("ask", "dlse", "expanded", "expansion", "handles", "scores", "sink", "transport")
+    __slots__ = ("ask", "dlse", "expanded", "expansion", "handles", "scores", "transport")
 
     def __init__(
         self,
@@ -79,10 +70,9 @@ class Pass:
         expansion: Expansion | None = None,
         dlse: Tensor | None = None,
         ask: Ask | None = None,
-        sink: Tensor | None = None,
     ):
         self.transport, self.scores, self.expansion = transport, scores, expansion
-        self.dlse, self.ask, self.sink = dlse, ask, sink
+        self.dlse, self.ask = dlse, ask
         self.handles: list[Handle] = []
         self.expanded: Expanded | None = None
 
@@ -108,9 +98,6 @@ class BoundCode:
         pool: WorkspacePool,
     ):
         self.code, self._device, self._pool = code, device, pool
-        self._run_kernel: Callable[..., tuple[Tensor, ...]] = (
-            _no_kernel if kernel is None else kernel.backward if code.backward else kernel.forward
-        )
         self._kernel = kernel
         self._scale = scores.scale
         self._scores = scores if scores.needs else None
@@ -124,7 +111,6 @@ class BoundCode:
         self._groups: dict[int, int] = {}  # arrivals by their exchange
         self._num_exchanges = 0
         self._awaited: set[int] = set()  # exchanges
-        self._canonical = any(isinstance(op, ops.Finish) for op in code.ops)
         self._made = {*self._tensors_that_ops_make()}
         self._steps = [*self._bound_ops()]
         self._busy_steps = [step for step in self._steps if step is not _no_step]
@@ -310,10 +296,6 @@ class BoundCode:
                 return self._copy(op)
             case ops.Attend():
                 return self._attend(op)
-            case ops.AttendLeaves():
-                return self._attend_leaves(op)
-            case ops.Finish():
-                return self._finish(op)
             case ops.Merge():
                 return self._merge(op)
             case ops.Post():
@@ -374,17 +356,14 @@ class BoundCode:
         out, dout, product, delta = map(self._number, parts)
         widens = len({self.code.tensors[x.tensor].dtype for x in parts[:3]}) > 1
 
-        canonical = self._canonical
+        row_sum: Callable[[Tensor, Tensor], object] = getattr(self._kernel, "row_sum", _row_sum)
 
         def step(t: Numbered, work: Pass) -> None:
             if widens:
                 t[product].copy_(t[out]).mul_(t[dout])
             else:
                 torch.mul(t[out], t[dout], out=t[product])
-            if canonical:
-                t[delta].copy_(row_sum(t[product]))
-            else:
-                torch.sum(t[product], -1, out=t[delta])
+            row_sum(t[product], t[delta])
             if work.dlse is not None:
                 t[delta].sub_(work.dlse.view_as(t[delta]))
 
@@ -393,7 +372,7 @@ class BoundCode:
     def _attend(self, op: ops.Attend) -> Step:
         results = [(result, [*map(self._number, result.refs)]) for result in op.results]
         operands_of, call, scale = itemgetter(*map(self._number, op.operands)), op.call, self._scale
-        run, extra = self._run_kernel, self._extra_arguments(op)
+        run, extra = self._kernel_pass(op), self._extra_arguments(op)
         into = [number for _, numbers in results for number in numbers]
         written = [number for result, numbers in results if not result.adds for number in numbers]
         if not written:
@@ -415,6 +394,17 @@ class BoundCode:
 
         return fill_and_add
 
+    def _kernel_pass(self, op: ops.Attend) -> Callable[..., tuple[Tensor, ...]]:
+        """The kernel's function that gives the results of a call: all, or those of one side."""
+        kernel: Any = self._kernel
+        if kernel is None:
+            return _no_kernel
+        if not self.code.backward:
+            return kernel.forward
+        if len(op.results) > 1:
+            return kernel.backward
+        return kernel.backward_q if len(op.results[0].refs) == 1 else kernel.backward_kv
+
     def _blanks(self, count: int) -> list[float]:
         """Return the values of out, of lse and of the largest scores of a partial that nothing was
         added to.
@@ -428,7 +418,8 @@ class BoundCode:
         operands_of: Callable[[Numbered], tuple[Tensor, ...]],
     ) -> Step:
         """The kernel's own tensors become results that are written; to others they are added."""
-        run, extra, call, scale = self._run_kernel, self._extra_arguments(op), op.call, self._scale
+        run, extra = self._kernel_pass(op), self._extra_arguments(op)
+        call, scale = op.call, self._scale
         adds = [(number, result.adds) for result, numbers in results for number in numbers]
         dtypes = [
             getattr(torch, self.code.tensors[ref.tensor].dtype)
@@ -463,10 +454,8 @@ class BoundCode:
     def _extra_arguments(self, op: ops.Attend) -> Callable[[Pass], tuple[()] | tuple[Scores]]:
         """Return the further arguments of a kernel, for calls that ask for more than a scale."""
         scores = self._scores
-        if scores is None:
-            return _no_arguments
         if op.places is None:
-            return lambda _: (scores,)
+            return _no_arguments if scores is None else lambda _: (scores,)
         q, k, first, _ = op.places
         places = Places(self._positions(q), self._positions(k), first)
         # dropout's seed and a dense bias are others at every pass
@@ -477,41 +466,7 @@ class BoundCode:
         assert found is not None
         return found
 
-    def _attend_leaves(self, op: ops.AttendLeaves) -> Step:
-        assert self._kernel is not None
-        leaves = LeafKernel(self._kernel)
-        run = leaves.backward if self.code.backward else leaves.forward
-        operands, sums = ([*map(self._number, refs)] for refs in (op.operands, op.sums))
-        call, first, columns = op.call, op.first_head, op.columns
-
-        def step(t: Numbered, work: Pass) -> None:
-            into = tuple([t[i] for i in sums])
-            run(tuple([t[i] for i in operands]), call, work.scores, first, into, columns)
-
-        return step
-
-    def _finish(self, op: ops.Finish) -> Step:
-        sums, targets = self._number(op.sums), [*map(self._number, op.targets)]
-        columns, first, backward = op.columns, op.first_head, self.code.backward
-        num_heads = self.code.shape(op.sums)[2]
-
-        def step(t: Numbered, work: Pass) -> None:
-            into = tuple([t[i] for i in targets])
-            if backward:
-                finish_gradients(t[sums], columns, into)
-                return
-            sink = work.sink
-            sink = None if sink is None else sink[..., first : first + num_heads]
-            finish_attention(t[sums], columns, into, sink)
-
-        return step
-
     def _merge(self, op: ops.Merge) -> Step:
-        columns = op.columns
-        if columns is not None:
-            into, other = self._number(op.targets[0]), self._number(op.sources[0])
-            merge = merge_short if op.short else merge_columns
-            return lambda t, _: merge(t[into], t[other], columns)
         sources, targets = [*map(self._number, op.sources)], [*map(self._number, op.targets)]
         rows, scratch = self._table(op.rows), [*map(self._number, op.scratch)]
         pairs = [*zip(sources, targets, strict=True)]
@@ -666,6 +621,10 @@ _NOTHING = _Nothing()
 
 def _no_kernel(*_: Any) -> NoReturn:
     raise AssertionError("a code without a kernel attends nothing")
+
+
+def _row_sum(x: Tensor, out: Tensor) -> None:
+    torch.sum(x, -1, out=out)
 
 
 def _is_plain_copy(op: ops.Op) -> bool:
