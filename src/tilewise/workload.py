@@ -1,7 +1,7 @@
 """The workload, and the bytes that a plan moves for it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -23,18 +23,15 @@ from tilewise.arguments import (
 )
 from tilewise.compiler.code import Code
 from tilewise.compiler.codegen import pass_code
-from tilewise.compiler.exact_wires import check_exact_wires
 from tilewise.compiler.facts import DEFAULT_TRAITS, CallTraits
 from tilewise.compiler.pruning import everything_needed
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
-from tilewise.compiler.row_code import row_code
-from tilewise.compiler.row_moves import RowMoves, leaf_moves, share_moves
+from tilewise.compiler.row_moves import share_moves
 from tilewise.layouts.joint import joint
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
-from tilewise.layouts.leaves import leaf_layouts
 from tilewise.masks.base import Full, Mask
 from tilewise.plan.ir import Item, Plan, find_symmetry
-from tilewise.plan.payload import accumulator, head_groups
+from tilewise.plan.payload import head_groups
 from tilewise.plan.shifts import Symmetry, absolute
 from tilewise.tiles.call_rows import KERNEL_STYLES
 from tilewise.wires.wire import AnyWire, Wires, plain_wires, wires_of
@@ -86,8 +83,7 @@ class Workload:
         max_logit: attention is to return the largest scores, which travel with partial results.
         wire: as attention takes it; a Latent needs its width. A lone Plain becomes wire_dtype, and
             any other the tw.wire.Wires that it stands for.
-        reduction: as attention takes it. Of "canonical" layouts are those of whole leaves, and rows
-            that move there and back are counted.
+        reduction: as attention takes it.
         save: "replay" the operands' transfers in backward, or keep them "gathered"; None: as the
             plan prefers (ulysses alone keeps them, all others replay).
     """
@@ -125,8 +121,6 @@ class Workload:
                 raise ValueError(f"{shown} is more than any memory holds, {MOST_NUMBERS}")
         if wires.latent is not None:
             wires.latent.check(self.num_kv_heads, *self.widths, wires.latent.width)
-        if self.canonical:
-            check_exact_wires(wires, self.dtype)
         self.mask.check_tokens(self.num_tokens)
         head_groups(self.num_heads, self.num_kv_heads, 1)
         if isinstance(self.layout, Layout) and self.layout.num_tokens != self.num_tokens:
@@ -161,9 +155,9 @@ class Workload:
         return wires_of(self.wire).resolved(self.dtype)
 
     @property
-    def canonical(self) -> bool:
-        """True if the reduction is canonical."""
-        return self.reduction == "canonical"
+    def strategies(self) -> tuple[str, ...] | None:
+        """Names of the strategies that serve the reduction; None: all do."""
+        return None if self.reduction == "fast" else ("all_gather", "needed", "ulysses")
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -193,46 +187,6 @@ class Workload:
             return self.layout
         return dict(LAYOUTS)[self.layout](self.num_tokens, world_size)
 
-    def computed_layout(self, world_size: int) -> Layout:
-        """The layout under which attention is computed: of whole leaves, if it must be."""
-        layout = self.layout_for(world_size)
-        if not self.canonical:
-            return layout
-        layout = layout.owned
-        return leaf_layouts(self.mask, layout, layout, self.num_heads // self.num_kv_heads)[0]
-
-    def moves_of_leaves(self, plan: Plan) -> tuple[RowMoves, RowMoves] | None:
-        """The moves of rows to the ranks that have their leaves, and back; None: they are there."""
-        layout = self.layout_for(plan.world_size).owned
-        leaves = self.computed_layout(plan.world_size) if self.canonical else layout
-        return None if leaves == layout else leaf_moves(layout, leaves)
-
-    def leaf_row_bytes(self, plan: Plan) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Bytes of a row that moves to the rank that has its leaf, and of its results, by pass.
-
-        Forward q, k, v, then out and lse; backward these, dout and dlse, then dq, dk, dv.
-        """
-        width, v_width = self.widths
-        size, statistic = ITEM_BYTES(self.dtype), ITEM_BYTES(accumulator(self.dtype))
-        q, out = (0 if plan.replicated_queries else self.num_heads * w for w in (width, v_width))
-        kv, lse = self.num_kv_heads * (width + v_width), statistic * bool(q) * self.num_heads
-        largest = lse * self.max_logit
-        forward = (q + kv) * size, out * size + lse + largest
-        return forward, ((q + kv + 2 * out) * size + 2 * lse, (q + kv) * size)
-
-    def leaf_bytes(self, plan: Plan) -> Volume:
-        """Bytes that each rank sends of such rows and their results."""
-        moves, ranks = self.moves_of_leaves(plan), range(plan.world_size)
-        if moves is None:
-            return Volume((0,) * len(ranks), (0,) * len(ranks))
-        rows = [[move.rows_sent(rank) for rank in ranks] for move in moves]
-        return Volume(
-            *(
-                tuple(a * x + b * y for x, y in zip(*rows, strict=True))
-                for a, b in self.leaf_row_bytes(plan)
-            )
-        )
-
     def shared_bytes(self, plan: Plan) -> Volume:
         """Bytes of out that each rank sends to all others, and of dout that it sends back.
 
@@ -249,7 +203,7 @@ class Workload:
         """The call on a number of ranks."""
         return CallShape(
             self.mask,
-            self.computed_layout(world_size),
+            self.layout_for(world_size),
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
@@ -258,8 +212,6 @@ class Workload:
             self.save,
             v_head_dim=self.v_head_dim,
             max_logit=self.max_logit,
-            canonical=self.canonical,
-            given_layout=self.layout_for(world_size),
         )
 
     @checks_arguments
@@ -277,7 +229,12 @@ class Workload:
                 f"{back.name} is for {back.world_size} ranks, {plan.name} for {plan.world_size}; "
                 "make both for the same number"
             )
-        return resolve_passes(self.call_shape(plan.world_size), plan, backward_plan)
+        shape = self.call_shape(plan.world_size)
+        if self.reduction == "fast":
+            return resolve_passes(shape, plan, backward_plan)
+        from tilewise.exact.passes import exact_passes
+
+        return exact_passes(shape, plan, backward_plan)
 
 
 @checks_arguments
@@ -290,8 +247,8 @@ def volume(plan: Plan, work: Workload, backward_plan: Plan | None = None) -> Vol
     passes, shared = work.resolve(plan, backward_plan), work.shared_bytes(plan)
     return Volume(
         *(
-            tuple(map(sum, zip(_sent(one), *more, strict=True)))
-            for one, *more in zip(passes, shared, work.leaf_bytes(plan), strict=True)
+            tuple(map(sum, zip(more, *map(_sent, one.parts), strict=True)))
+            for one, more in zip(passes, shared, strict=True)
         )
     )
 

@@ -61,7 +61,7 @@ def test_codes_of_every_setting_keep_to_their_memory(number):
 
 @pytest.mark.parametrize("number", NUMBER)
 def test_a_listing_is_the_operations_of_the_program(number):
-    """Each launch and wait once, in order; a tile as often as it has kernel calls; others between."""
+    """Each launch and wait once, in order; a tile once for each kernel call; others between."""
     plan = all_plans()[number]
     work = Setting("documents" if plan.made_for else "causal").workload()
     for backward, own in enumerate(work.resolve(plan)):
@@ -143,7 +143,7 @@ def test_the_traffic_of_a_ring_is_that_counted_by_hand(dtype: str, wide: int):
 
 
 def test_each_kernel_call_of_a_tile_counts():
-    """A mask of two patterns by head cuts the one tile of all_gather, and each of a ring, in two."""
+    """A mask of two patterns by head makes two of the one tile of all_gather, and of a ring's."""
     for mask, calls in ((tw.Full(), 1), (MASKS["by head"], 2)):
         work = tw.Workload(TOKENS, 8, 2, 16, mask=mask, layout=LAYOUTS["by head"])
         for plan, tiles in ((tw.all_gather(WORLD), 1), (tw.ring(WORLD), WORLD)):

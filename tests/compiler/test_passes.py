@@ -54,7 +54,7 @@ CASES = (
     (lambda: tw.ulysses(2, inner=tw.ring(2)), "full", "gathered"),
     (lambda: tw.needed(MASKS["documents"], LAYOUTS["documents"]), "documents", "replay"),
 )
-"""How a plan is made anew, because it keeps the codes that were made of it; a mask; what is saved."""
+"""A function that makes the plan anew, as a plan keeps its codes; a mask; what is saved."""
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))

@@ -10,7 +10,21 @@ from itertools import chain
 from random import Random
 
 from tilewise.compiler.code import Code, Home, Ref
-from tilewise.compiler.ops import Attend, Copy, Decode, Encode, Fill, Post, Wait, reads, writes
+from tilewise.compiler.ops import (
+    Attend,
+    ComputeDelta,
+    Copy,
+    Decode,
+    Encode,
+    Expand,
+    Fill,
+    Post,
+    Pull,
+    SumHeads,
+    Wait,
+    reads,
+    writes,
+)
 from tilewise.compiler.placement import Departures, buffer_spans
 
 
@@ -84,9 +98,24 @@ def no_copy(code: Code, random: Random, departs: Departures) -> Code | None:
     return None if number is None else without(code, number)
 
 
+def not_computed(code: Code, random: Random, departs: Departures) -> Code | None:
+    """Delta, keys and values of latents, their gradient, or a sum of heads, which others read."""
+    found = []
+    for number in ops_of(code, ComputeDelta, Expand, Pull, SumHeads):
+        made = [ref for ref in written_by(code, number) if 0 not in code.shape(ref)]
+        later = (read_by(code, x) for x in range(number + 1, len(code.ops)))
+        is_read = buffers_of(code, made) & buffers_of(code, chain.from_iterable(later))
+        if is_read or any(code.home(ref) is Home.GIVEN for ref in made):
+            found.append(number)
+    number = any_of(random, found)
+    return None if number is None else without(code, number)
+
+
 def no_fill(code: Code, random: Random, departs: Departures) -> Code | None:
     """What is added to, or a result that nothing was added to, does not begin blank."""
-    fills = [x for x in ops_of(code, Fill) if all(0 not in code.shape(r) for r in written_by(code, x))]
+    fills = [
+        x for x in ops_of(code, Fill) if all(0 not in code.shape(r) for r in written_by(code, x))
+    ]
     number = any_of(random, fills)
     return None if number is None else without(code, number)
 
@@ -160,6 +189,7 @@ MUTATIONS: tuple[Callable[[Code, Random, Departures], Code | None], ...] = (
     a_late_wait,
     no_post,
     no_copy,
+    not_computed,
     no_fill,
     no_first_result,
     a_place_taken,

@@ -38,18 +38,43 @@ def pass_code(
     """
     with gc_paused():
         facts = pass_facts(passes, rank, backward=backward, call=call, traits=traits)
-        return place(pass_draft(facts), facts)
+        draft = joined_draft(passes, rank, backward=backward, call=call, traits=traits)
+        return place(draft, facts[0])
 
 
 def pass_facts(
     passes: Passes, rank: int, *, backward: bool, call: CallTraits, traits: CodeTraits
-) -> Facts:
-    """The facts from which a pass is compiled; they hold what its forward pass keeps."""
+) -> tuple[Facts, ...]:
+    """The facts from which each part of a pass is compiled; they hold what its forward pass keeps."""
     require_range("rank", rank, 0, passes[0].plan.world_size - 1)
-    forward = None
-    if backward and passes[1].payload.saved:
-        forward = pass_draft(Facts(passes[0], rank, call._replace(keep=True), traits))
-    return Facts(passes[backward], rank, call, traits, forward)
+    found: list[Facts] = []
+    for part in passes[backward].parts:
+        forward = None
+        if backward and part.payload.saved:
+            forward = pass_draft(Facts(passes[0], rank, call._replace(keep=True), traits))
+        found.append(Facts(part, rank, call, traits, forward))
+    return tuple(found)
+
+
+def joined_draft(
+    passes: Passes,
+    rank: int,
+    *,
+    backward: bool,
+    call: CallTraits,
+    traits: CodeTraits,
+    after: str | None = None,
+) -> Draft:
+    """The operations of a pass, its parts one after the other.
+
+    Args:
+        after: as of `pass_draft`.
+    """
+    facts = pass_facts(passes, rank, backward=backward, call=call, traits=traits)
+    draft, *others = (pass_draft(part, after) for part in facts)
+    for other in others:
+        draft.append(other)
+    return draft
 
 
 def pass_draft(facts: Facts, after: str | None = None) -> Draft:
@@ -76,11 +101,11 @@ def draft_listing(passes: Passes, rank: int, *, backward: bool, after: str) -> I
     """
     require_known("pass", after, ("naive", *PASSES, "place"))
     call = CallTraits(keep=passes[1].payload.saved and not backward)
-    facts = pass_facts(passes, rank, backward=backward, call=call, traits=DEFAULT_TRAITS)
     if after == "place":
-        yield from place(pass_draft(facts), facts).listing()
+        yield from pass_code(passes, rank, backward=backward, call=call).listing()
         return
-    draft = pass_draft(facts, after)
+    traits = DEFAULT_TRAITS
+    draft = joined_draft(passes, rank, backward=backward, call=call, traits=traits, after=after)
     for op in draft.ops:
         if isinstance(op, AttendTile):
             yield op.label

@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from tilewise.compiler.code import Home
 from tilewise.compiler.head_exchange import HeadExchange
-from tilewise.compiler.ops import Op
+from tilewise.compiler.ops import Op, Post, Wait
 from tilewise.plan.ir import Item, Rows, Side, Tile
 from tilewise.plan.payload import STATISTICS, Field, RowFormat, row_shape
+from tilewise.tiles.calls import KernelCall
 
 Index: TypeAlias = "tuple[int, int] | slice | None"
 
@@ -134,6 +135,20 @@ class Draft:
         self.inside.append(None)
         return View(len(self.buffers) - 1)
 
+    def append(self, other: Draft) -> None:
+        """Let another draft's operations follow, with its buffers beside those of this one."""
+        posts = [op for op in self.ops if isinstance(op, Post)]
+        handle = max((op.handle for op in posts), default=-1) + 1
+        arrival = max((number for op in posts for number in op.arrivals), default=-1) + 1
+        moved = _Renumbered(len(self.buffers), handle, arrival)
+        self.ops += map(moved.of, other.ops)
+        self.buffers += (
+            x if x.within is None else x._replace(within=(x.within[0] + moved.buffer, x.within[1]))
+            for x in other.buffers
+        )
+        self.inside += map(moved.of, other.inside)
+        self.kept += (x._replace(buffer=x.buffer + moved.buffer) for x in other.kept)
+
     def num_rows(self, view: View) -> int:
         rows = view.rows
         if rows is None:
@@ -238,6 +253,29 @@ class Draft:
     ) -> View:
         """A new buffer whose fields are tensors by themselves."""
         return self.new(RowBuffer(name, num_rows, tuple(fields), heads, home, None, item))
+
+
+class _Renumbered(NamedTuple):
+    """The first numbers of buffers, handles and arrivals of a draft that is appended to another."""
+
+    buffer: int
+    handle: int
+    arrival: int
+
+    def of(self, x: Any) -> Any:
+        """A value with all numbers in it moved on."""
+        if isinstance(x, View):
+            return x._replace(buffer=x.buffer + self.buffer)
+        if isinstance(x, Post | Wait):
+            arrivals = tuple(number + self.arrival for number in x.arrivals)
+            return self._all(x)._replace(handle=x.handle + self.handle, arrivals=arrivals)
+        if isinstance(x, tuple) and not isinstance(x, KernelCall | Item):
+            return self._all(x)
+        return x
+
+    def _all(self, x: Any) -> Any:
+        parts = map(self.of, x)
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
 
 
 def field_shape(buffer: RowBuffer, one: Field, batch: int) -> tuple[int, ...]:

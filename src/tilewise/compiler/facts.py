@@ -94,6 +94,16 @@ class Facts:
         """True if what this forward pass receives is kept for backward."""
         return self.call.keep and not self.payload.backward
 
+    @property
+    def kernel_places(self) -> bool:
+        """True if kernels are told where their rows lie in the sequence."""
+        return self.call.places or self.payload.whole_rows
+
+    @property
+    def needs_places(self) -> bool:
+        """True if kernels, or what makes keys of latents, are told where their rows lie."""
+        return self.kernel_places or self.latent
+
     @cached_property
     def groups(self) -> HeadGroups:
         """Heads of the call's tensors by group. A latent is of all heads: every group has it whole."""
@@ -179,9 +189,8 @@ class Facts:
     def table(self, by_head: bool) -> TileCalls:
         """How tiles are cut into kernel calls; of one shard where heads were exchanged."""
         layouts = self.whole_layouts if by_head else self.resolved.layouts
-        return TileCalls(
-            layouts, self.resolved.mask, self.resolved.groups, self.traits.cut
-        )
+        cut = CallStyle(whole_rows=True) if self.payload.whole_rows else self.traits.cut
+        return TileCalls(layouts, self.resolved.mask, self.resolved.groups, cut)
 
     @cached_property
     def held(self) -> tuple[tuple[tuple[int, tuple[int, int]], ...], ...]:
@@ -210,7 +219,7 @@ class Facts:
     def result_fields(self, side: Side) -> tuple[Field, ...]:
         """The fields of a side's partials in memory: accumulated, not as they travel."""
         return tuple(
-            Field(name, width, self.payload.partial_dtype)
+            Field(name, width, self.accumulator)
             for name, width in self.payload.results(side)
         )
 

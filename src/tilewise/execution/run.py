@@ -97,9 +97,6 @@ class BoundCode:
         pool: WorkspacePool,
     ):
         self.code, self._device, self._pool = code, device, pool
-        self._run_kernel: Callable[..., tuple[Tensor, ...]] = (
-            _no_kernel if kernel is None else kernel.backward if code.backward else kernel.forward
-        )
         self._kernel = kernel
         self._scale = scores.scale
         self._scores = scores if scores.needs else None
@@ -382,13 +379,14 @@ class BoundCode:
         parts = *op.out, *op.dout, *op.product, *op.delta
         out, dout, product, delta = map(self._number, parts)
         widens = len({self.code.tensors[x.tensor].dtype for x in parts[:3]}) > 1
+        row_sum: Callable[[Tensor, Tensor], object] = getattr(self._kernel, "row_sum", _row_sum)
 
         def step(t: Numbered, work: Pass) -> None:
             if widens:
                 t[product].copy_(t[out]).mul_(t[dout])
             else:
                 torch.mul(t[out], t[dout], out=t[product])
-            torch.sum(t[product], -1, out=t[delta])
+            row_sum(t[product], t[delta])
             if work.dlse is not None:
                 t[delta].sub_(work.dlse.view_as(t[delta]))
 
@@ -398,7 +396,7 @@ class BoundCode:
         results = [(self._all(refs), adds) for refs, adds in op.results()]
         operands = [number for refs in op.operands for number in self._all(refs)]
         operands_of, call, scale = itemgetter(*operands), op.call, self._scale
-        run, extra = self._run_kernel, self._extra_arguments(op)
+        run, extra = self._kernel_pass(op), self._extra_arguments(op)
         into = [number for numbers, _ in results for number in numbers]
         written = [number for numbers, adds in results if not adds for number in numbers]
         if not written:
@@ -420,6 +418,18 @@ class BoundCode:
 
         return fill_and_add
 
+    def _kernel_pass(self, op: ops.Attend[Refs]) -> Callable[..., tuple[Tensor, ...]]:
+        """The kernel's function that gives the results of a call: all, or those of one side."""
+        kernel: Any = self._kernel
+        if kernel is None:
+            return _no_kernel
+        if not self.code.backward:
+            return kernel.forward
+        (first, _), *others = op.results()
+        if others:
+            return kernel.backward
+        return kernel.backward_q if len(first) == 1 else kernel.backward_kv
+
     def _blanks(self, count: int) -> list[float]:
         """Return the values of out, of lse and of the largest scores of a partial that nothing was
         added to.
@@ -433,7 +443,8 @@ class BoundCode:
         operands_of: Callable[[Numbered], tuple[Tensor, ...]],
     ) -> Step:
         """The kernel's own tensors become results that are written; to others they are added."""
-        run, extra, call, scale = self._run_kernel, self._extra_arguments(op), op.call, self._scale
+        run, extra = self._kernel_pass(op), self._extra_arguments(op)
+        call, scale = op.call, self._scale
         adds = [(number, added) for numbers, added in results for number in numbers]
         dtypes = [
             getattr(torch, self.code.tensors[ref.tensor].dtype)
@@ -468,10 +479,8 @@ class BoundCode:
     def _extra_arguments(self, op: ops.Attend[Refs]) -> Callable[[Pass], tuple[()] | tuple[Scores]]:
         """Return the further arguments of a kernel, for calls that ask for more than a scale."""
         scores = self._scores
-        if scores is None:
-            return _no_arguments
         if op.places is None:
-            return lambda _: (scores,)
+            return _no_arguments if scores is None else lambda _: (scores,)
         q, k, first, _ = op.places
         places = Places(self._positions(q), self._positions(k), first)
         # dropout's seed and a dense bias are others at every pass
@@ -647,6 +656,10 @@ _NOTHING = _Nothing()
 
 def _no_kernel(*_: Any) -> NoReturn:
     raise AssertionError("a code without a kernel attends nothing")
+
+
+def _row_sum(x: Tensor, out: Tensor) -> None:
+    torch.sum(x, -1, out=out)
 
 
 def _no_step(_: Numbered, __: Pass) -> None:

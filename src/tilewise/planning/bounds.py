@@ -16,7 +16,6 @@ import numpy as np
 
 from tilewise.masks.tables import PerHead
 from tilewise.layouts.cells import Cell
-from tilewise.plan.builder import operand
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Transfer
 from tilewise.plan.kept import kept_with_plan
 from tilewise.plan.row_ranges import count
@@ -52,7 +51,7 @@ def shape_bound(model: PassModel, option: Option) -> float:
     payload, degree, machine = model.payload(option.degree), option.degree, model.machine
     rows = min(model.layout.sizes) * degree * model.least_share
     shard_bytes = [
-        rows * (payload.row_bytes(Item(side, Role.OPERAND, 0)) + payload.least_partial_bytes(side))
+        rows * sum(payload.row_bytes(Item(side, role, 0)) for role in (Role.OPERAND, Role.PARTIAL))
         for side in Side
     ]
     if option.kind == "balanced_ring":  # of a pair either shard travels
@@ -210,10 +209,8 @@ class _StepWalk:
             self._traded = ((EITHER, (degree - 1) / degree),)
         self._reach = reach
         payload = tiles.payload
-        operands = {(side, Role.OPERAND): payload.row_bytes(operand(side, 0)) for side in Side}
-        results = {(side, Role.RESULT): payload.row_bytes(Item(side, Role.RESULT, 0)) for side in Side}
-        partials = {(side, Role.PARTIAL): payload.least_partial_bytes(side) for side in Side}
-        self._row_bytes = operands | results | partials
+        parts = ((side, role) for side in Side for role in Role)
+        self._row_bytes = {part: payload.row_bytes(Item(*part, 0)) for part in parts}
         q_layout, kv_layout = tiles.layouts
         self._all_rows = dict(enumerate(q_layout.sizes)), dict(enumerate(kv_layout.sizes))
         self._rows = self._reached(reach)

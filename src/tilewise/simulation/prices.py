@@ -108,13 +108,24 @@ class PassPrices:
     def _attend(self, op: Attend[View], draft: Draft) -> OpPrice:
         """A kernel call; and what it adds in place, or converts to the dtype of partials."""
         call = op.call
-        area = call.area + (0 if call.kind is Kind.FULL else int(self.kernel.edge_keys * call.num_q))
+        area = call.area * self._allowed_share
+        area += 0 if call.kind is Kind.FULL else int(self.kernel.edge_keys * call.num_q)
         heads = draft.num_heads(op.operands[0])
         kernel = self.kernel_seconds(call.num_q, area, heads) if area else 0.0
         traffic = traffic_bytes(op, draft.num_bytes)
         moved = traffic - sum(op.made_bytes)
         memory = len(op.added) * self.machine.merge_seconds + self._merge_seconds(moved)
         return OpPrice(kernel, memory, 0.0, traffic)
+
+    @cached_property
+    def _allowed_share(self) -> float:
+        """Share of the pairs of a call that are computed: a call of whole rows skips blocks that the
+        mask hides, and is taken to have as many of them as the whole table.
+        """
+        if not self.resolved.payload.whole_rows:
+            return 1.0
+        q, k = (layout.num_tokens for layout in self.resolved.layouts)
+        return int(self.resolved.mask.area((0, q), (0, k))) / max(q * k, 1)
 
     def _latent_seconds(self, rows: int, products: int) -> float:
         """Seconds of making keys and values of latents, or their gradients of theirs."""

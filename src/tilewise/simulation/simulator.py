@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tilewise.arguments import checks_arguments
-from tilewise.compiler.codegen import pass_draft, pass_facts
+from tilewise.compiler.codegen import joined_draft
 from tilewise.compiler.draft import Draft
 from tilewise.compiler.facts import DEFAULT_TRAITS, CallTraits
 from tilewise.compiler.pruning import all_alike
@@ -30,7 +30,7 @@ from tilewise.simulation.network import LINKS, Network, blocks
 from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.priced_programs import Model, price_programs
 from tilewise.simulation.prices import PassPrices
-from tilewise.simulation.shared_rows import with_leaf_moves, with_shared_rows
+from tilewise.simulation.shared_rows import with_shared_rows
 from tilewise.simulation.timeline import (
     RankUse,
     Recording,
@@ -256,7 +256,6 @@ def _joined(
 ) -> tuple[Timeline, Symmetry]:
     """Add to a pass the exchange of rows of a joint layout."""
     timeline, symmetry = timeline_and_symmetry
-    timeline = with_leaf_moves(timeline, plan, work, machine, backward)
     layout = work.layout_for(plan.world_size)
     if plan.replicated_queries or not len(layout.replicated):
         return timeline, symmetry
@@ -275,12 +274,14 @@ def _run(
     if not prune and not exact:
         exact = False
     symmetry, run_plan, models = _simulated(resolved, machine, exact, prune)
-    ours = tuple(one._replace(plan=run_plan) for one in passes)
+    ours = passes
+    call = CallTraits(prune=run_plan is None)
+    if run_plan is not None:
+        forward_pass, backward_pass = (one._replace(plan=run_plan) for one in passes)
+        ours = forward_pass, backward_pass
 
     def draft_of(rank: int) -> Draft:
-        call, both = CallTraits(prune=False), (ours[0], ours[1])
-        facts = pass_facts(both, rank, backward=backward, call=call, traits=DEFAULT_TRAITS)
-        return pass_draft(facts)
+        return joined_draft(ours, rank, backward=backward, call=call, traits=DEFAULT_TRAITS)
 
     network = Network(machine, symmetry)
     prices = PassPrices(resolved, machine)
@@ -327,13 +328,16 @@ def _deadlock_text(deadlock: Deadlock, programs: tuple[PricedProgram, ...]) -> s
 
 def _simulated(
     resolved: ResolvedPass, machine: Machine, exact: bool | None, prune: bool
-) -> tuple[Symmetry, Plan, dict[int, Model]]:
-    """Return which ranks are simulated, each for those that are like it, the plan that they run,
-    and the ranks by whose operations theirs are priced.
+) -> tuple[Symmetry, Plan | None, dict[int, Model]]:
+    """Return which ranks are simulated, each for those that are like it, the plan that they run
+    (None: each part's own, pruned), and the ranks by whose operations theirs are priced.
     """
     plan, mask, layouts, *_ = resolved
     n, alike, every_rank = plan.world_size, all_alike(plan, mask, layouts), Symmetry(plan.world_size)
     symmetry = every_rank
+    if resolved.then is not None:
+        _check_affordable(plan, machine, exact)
+        return every_rank, None, _own(every_rank)
     if alike is not None and not exact and not machine.is_disturbed:
         symmetry = find_symmetry(plan, blocks(machine, n))
         several = symmetry.members > 1

@@ -64,6 +64,20 @@ class RankUse(NamedTuple):
     idle_seconds: float  # nothing left to do while others went on
     bytes_by_link: dict[str, int]  # sent, by the class of the link
 
+    def plus(self, other: "RankUse") -> "RankUse":
+        """The use of this and another pass together."""
+        links = {*self.bytes_by_link, *other.bytes_by_link}
+        return self._replace(
+            compute_seconds=self.compute_seconds + other.compute_seconds,
+            overhead_seconds=self.overhead_seconds + other.overhead_seconds,
+            exposed_seconds=self.exposed_seconds + other.exposed_seconds,
+            idle_seconds=self.idle_seconds + other.idle_seconds,
+            bytes_by_link={
+                link: self.bytes_by_link.get(link, 0) + other.bytes_by_link.get(link, 0)
+                for link in links
+            },
+        )
+
 
 @dataclass(frozen=True)
 class Recording:

@@ -40,6 +40,6 @@ def latents(draft: Draft, facts: Facts) -> None:
             made = draft.buffers[dlatents.buffer]._replace(home=Home.MADE)
             draft.buffers[dlatents.buffer] = made
             pulls.append(Pull(op.label.replace("compute", "pull"), gradients, dlatents))
-        kernel_places = places if facts.call.places else None
+        kernel_places = places if facts.kernel_places else None
         draft.ops.append(op._replace(operands=operands, written=written, places=kernel_places))
         draft.ops += pulls

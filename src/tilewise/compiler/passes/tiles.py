@@ -68,7 +68,7 @@ def _attend(draft: Draft, facts: Facts, tile: AttendTile, parts: CallParts[np.nd
             results.append(aside)
             label = f"merge {of}"
             merges += _merges(draft, facts, label, aside, targets, selections[side], heads[side])
-    places = _places(draft, facts, tile.tile, parts) if facts.call.places or facts.latent else None
+    places = _places(draft, facts, tile.tile, parts) if facts.needs_places else None
     made = tuple(_made_bytes(draft, view, facts.payload.dtype) for view in results)
     adds = (False,) * len(results)
     ends = tuple(operands), (), tuple(results), adds, made

@@ -62,3 +62,9 @@ def log_of(numbers: Tensor, exponents: Tensor) -> Tensor:
     found += n * _LN2_HIGH
     found = found.masked_fill(numbers == 0, -torch.inf)
     return found.masked_fill(numbers.isnan(), torch.nan)
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """2^exponents, fp64, by their bits: 0 from 2^-1023 down, and at most 2^1023."""
+    field = exponents.add(1023).clamp_(0, 2046)
+    return (field << 52).view(torch.float64)
