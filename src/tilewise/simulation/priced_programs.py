@@ -239,8 +239,11 @@ class _RelabelledRanks:
                     self._write_packs(packs, operation)
                     packs = []
                     own_seconds = price(operation, self.costs).own
+                    ends = zip(
+                        self._leaving[handle], self._posted(operation, flow_by_key), strict=True
+                    )
                     self._write(
-                        [RankOperation(own=own_seconds, leaving=x) for x in self._leaving[handle]]
+                        [RankOperation(own=own_seconds, leaving=x, posted=y) for x, y in ends]
                     )
                 case _:
                     self._write(RankOperation(*price(operation, self.costs)))
@@ -354,6 +357,19 @@ class _RelabelledRanks:
         ]
         for index in range(len(self.ranks)):
             yield sorted(indices, key=lambda index_in_items: labels[index_in_items][index])
+
+    def _posted(
+        self, launch: Launch, flow_by_key: dict[MessageKey, int]
+    ) -> Iterator[tuple[int, ...]]:
+        """The flows of the messages whose receives a launch posts, by rank."""
+        messages = {
+            (transfer.src, transfer.item[:2]): _Arrival(launch.step, transfer, [])
+            for transfer in launch.recvs
+            if self.costs.item_bytes(transfer.item, transfer.rows)
+        }
+        flows = [self._awaited(message, flow_by_key) for message in messages.values()]
+        for index in range(len(self.ranks)):
+            yield tuple(column[index] for column in flows if column[index] != LOST)
 
     def _awaited(self, arrival: _Arrival, flow_by_key: dict[MessageKey, int]) -> list[int]:
         """The flow that brings an arrival, by rank."""
