@@ -142,6 +142,23 @@ def test_show_checks_a_plan_and_proves_a_canonical_one():
     assert same.stdout == fast.stdout[:-1] + (", and every result has the same bits at any split\n")
 
 
+def test_a_plan_that_is_asked_for_is_in_the_planners_table():
+    words = ("plan", "--world-size", "4", "--num-tokens", "4K", "--heads", "8:8", "--top", "1")
+    machine, work = tw.Machine.preset("h100x8"), tw.Workload(4096, 8, 8, 128, mask=tw.Causal())
+    asked = ("--strategy", "ring(4, moves='q')", "--strategy", "tree(4)")
+    rows = json.loads(tilewise(*words, *asked, "--json").stdout)["candidates"]
+    assert [row["rank"] for row in rows] == [1, 2, 3]
+    for plan in (tw.ring(4, moves="q"), tw.tree(4)):
+        (row,) = (row for row in rows if row["plan"] == plan.name)
+        found = tw.simulate(plan, work, machine)
+        assert row["seconds"] == pytest.approx(found.seconds)
+        assert (row["sent_bytes"], row["peak_bytes"]) == (found.sent_bytes, found.peak_bytes)
+    assert rows == sorted(rows, key=lambda row: row["seconds"])
+    ended = tilewise(*words, "--strategy", "ring(8)")
+    assert ended.exit_code == 2
+    assert "ring(8) is for 8 ranks, but --world-size is 4" in ended.stderr
+
+
 def test_a_planners_file_of_a_canonical_plan_is_proven(tmp_path: Path):
     path = str(tmp_path / "plan.json")
     words = "--num-tokens", "1K", "--heads", "4:2", "--head-dim", "16", "--reduction", "canonical"
