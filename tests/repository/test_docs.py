@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import tilewise as tw
 from tilewise.tools.cli import app
+from tilewise.tools.cli.examples import EXAMPLES
 
 STRATEGIES = {page.stem: page for page in PAGES if page.parent.name == "strategies"}
 PACKAGE = ROOT / "src" / "tilewise"
@@ -41,7 +42,7 @@ class SimulationBegunError(Exception):
 
 
 def command_lines() -> list[tuple[str, list[str]]]:
-    """Command lines in blocks, and those in text that say for how many ranks, with their pages."""
+    """Command lines in blocks, those in text that say for how many ranks, and those of --help."""
     found: list[tuple[str, str]] = []
     for page in PAGES:
         text = page.read_text()
@@ -50,6 +51,8 @@ def command_lines() -> list[tuple[str, list[str]]]:
             found += [(name(page), x) for x in re.findall(r"^tilewise [a-z].*$", lines, re.M)]
         inline = re.findall(r"`(tilewise [^`]*--world-size[^`]*)`", text)
         found += [(name(page), line) for line in inline]
+    helped = [("--help", line) for lines in EXAMPLES.values() for line in lines]
+    found += [(page, line) for page, line in helped if line.startswith("tilewise ")]
     return [(page, shlex.split(line, comments=True)[1:]) for page, line in found]
 
 

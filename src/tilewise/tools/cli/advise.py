@@ -29,9 +29,11 @@ class AdviseOptions(NamedTuple):
 
     library: Annotated[str, option(f"{', '.join(LIBRARIES)}.", "--for")]
     model: Annotated[Path, option("The model's config.json, as transformers writes it.")]
-    tokens: Annotated[str, option(TOKENS)]
+    num_tokens: Annotated[str, option(TOKENS)]
     machine: Annotated[str, option("A preset, or the path of a TOML file.")] = MACHINE
-    nodes: Annotated[int, option("Nodes of the machine.", min=1)] = 1
+    world_size: Annotated[
+        int | None, option("Devices in all; those of a node unless given.", min=2)
+    ] = None
     ranks: Annotated[
         int | None,
         option("Devices that share one sequence; all unless given. Others take others.", min=2),
@@ -43,9 +45,9 @@ def _advise(options: AdviseOptions) -> None:
     """Find the best setting that a library can legally run, its cost, and what it loses."""
     with refusing_bad_input():
         machine = read_machine_option(options.machine)
-        num_tokens = read_count("--tokens", options.tokens)
+        num_tokens = read_count("--num-tokens", options.num_tokens)
         model = read_model(options.model)
-        world_size = options.nodes * machine.node_size
+        world_size = options.world_size or machine.node_size
         with working(f"simulating settings of {options.library} for {world_size} devices"):
             advice = advise(
                 options.library, model, num_tokens, machine, world_size, ranks=options.ranks
