@@ -22,7 +22,7 @@ import tilewise as tw
 from tilewise.expressions import STRATEGIES, read_mask, read_plan
 from tilewise.tools.cli import app
 from tilewise.tools.cli.examples import EXAMPLES
-from tilewise.tools.cli.output import as_bytes
+from tilewise.tools.cli.output import as_bytes, as_seconds
 from tilewise.tools.cli.show import draw
 from tilewise.tools.demo import Demo, DemoRow, run_demo
 
@@ -205,6 +205,16 @@ def test_a_plan_that_is_asked_for_is_in_the_planners_table():
     ended = tilewise(*words, "--strategy", "ring(8)")
     assert ended.exit_code == 2
     assert "ring(8) is for 8 ranks, but --world-size is 4" in ended.stderr
+
+
+def test_times_have_the_unit_that_suits_them():
+    """140 s of a machine that is a million times slower than the preset, not 1.4e+05 ms."""
+    assert [as_seconds(x) for x in (139.62, 0.0012345, 9.9e-7, 0.0)] == [
+        *("139.6 s", "1.234 ms", "990 ns", "0 s")
+    ]
+    table = tilewise("simulate", "ring(64)", "--num-tokens", "8M", "--machine", "a6000x8").stdout
+    time = next(line for line in table.splitlines() if line.split()[:1] == ["time"])
+    assert re.fullmatch(r" *time +[\d.]+ s +[\d.]+ s *", time), table
 
 
 def test_a_planners_file_of_a_canonical_plan_is_proven(tmp_path: Path):

@@ -16,6 +16,7 @@ from tilewise.tools.cli.options import (
     read_machine_option,
 )
 from tilewise.tools.cli.output import (
+    as_seconds,
     print_json,
     refusing_bad_input,
     table_console,
@@ -103,10 +104,10 @@ def _print(
         split = setting.split
         plain(f"\n  {setting.options}\n")
         plain(
-            f"{setting.scheme}: {setting.seconds * 1e3:.4g} ms a sequence on {split.ranks} "
+            f"{setting.scheme}: {as_seconds(setting.seconds)} a sequence on {split.ranks} "
             f"devices, as {setting.plan}"
         )
-    plain(f"best plan: {advice.best.seconds * 1e3:.4g} ms")
+    plain(f"best plan: {as_seconds(advice.best.seconds)}")
     for candidate in advice.candidates:
         same = candidate.plan.name == candidate.backward_plan.name
         backward = "" if same else f", backward {candidate.backward_plan.name}"
@@ -117,8 +118,8 @@ def _print(
     plain(advice.verdict)
     if len(advice.by_ranks) > 1:
         plain("\nWith all devices at work, by those that share a sequence:")
-        table = table_of("devices", "ms a sequence", "setting")
+        table = table_of("devices", "a sequence", "setting")
         for one in advice.by_ranks:
-            table.add_row(str(one.split.ranks), f"{one.seconds_a_sequence * 1e3:.4g}", one.scheme)
+            table.add_row(str(one.split.ranks), as_seconds(one.seconds_a_sequence), one.scheme)
         console.print(table)
         plain("Where several do, take the fewest whose memory holds a sequence: they send least.")

@@ -172,6 +172,11 @@ def print_plain(text: str) -> None:
     typer.echo(text, nl=not text.endswith("\n"))
 
 
+def as_seconds(seconds: float) -> str:
+    """A time as people compare it, in the unit that suits it: "1.234 ms", "139.6 s"."""
+    return quantity(seconds, "s", figures=4)
+
+
 def as_bytes(count: float) -> str:
     """A number of bytes as people read it, in powers of 1000."""
     return quantity(round(count), "B")

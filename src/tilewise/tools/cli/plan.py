@@ -26,12 +26,14 @@ from tilewise.tools.cli.options import (
 )
 from tilewise.tools.cli.output import (
     as_bytes,
+    as_seconds,
     check_writable,
     print_json,
     refusing_bad_input,
     working,
     write_output,
 )
+from tilewise.tools.report.words import quantity
 from tilewise.workload import PRESETS, Workload
 
 SETTING = ("library", "options", "plan", "save", "seconds")
@@ -160,7 +162,7 @@ def _print(
     for setting in nearest_settings(best):
         plain(
             f"{setting.library}: {setting.options}\n  does nearest, {setting.plan} with "
-            f"save={setting.save}: {setting.seconds * 1e3:.4g} ms, "
+            f"save={setting.save}: {as_seconds(setting.seconds)}, "
             f"{setting.seconds / best.seconds - 1:+.1%}",
             soft_wrap=True,
         )
@@ -178,8 +180,8 @@ def _table(candidates_shown: list[Candidate], is_wide: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("#", justify="right")
     table.add_column("strategy", overflow="fold")
-    parts = ["waiting\nms", "copies\nms"] * is_wide
-    for column in ("ms", *parts, *(f"sent\n{link}" for link in links), "memory"):
+    parts = ["waiting", "copies"] * is_wide
+    for column in ("time", *parts, *(f"sent\n{link}" for link in links), "memory"):
         table.add_column(column, justify="right", no_wrap=True)
     if is_wide:
         table.add_column("save", no_wrap=True)
@@ -189,10 +191,10 @@ def _table(candidates_shown: list[Candidate], is_wide: bool) -> Table:
             *(
                 str(number),
                 candidate.strategy,
-                f"{'~' * candidate.sampled}{candidate.seconds * 1e3:.4g}",
+                f"{'~' * candidate.sampled}{as_seconds(candidate.seconds)}",
             ),
             *[
-                f"{seconds * 1e3:.3g}"
+                quantity(seconds, "s")
                 for seconds in (candidate.exposed_seconds, candidate.overhead_seconds)
                 if is_wide
             ],
@@ -208,7 +210,7 @@ def _distance(best: Candidate) -> str:
     distances, sent_bytes = best.distances, best.sent_bytes
     text = (
         f"Kernels alone, at their best and equally shared, take "
-        f"{distances.compute_seconds * 1e3:.4g} ms, "
+        f"{as_seconds(distances.compute_seconds)}, "
         f"{distances.compute_seconds / best.seconds:.1%} of it."
     )
     if not distances.least_bytes:

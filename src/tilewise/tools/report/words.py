@@ -9,9 +9,12 @@ WHOLE = 4  # the place of no prefix
 COUNTED = ("B", "FLOP", "FLOP/s", "B/s")  # units that have no thousandths
 
 
-def quantity(value: float, unit: str = "") -> str:
+def quantity(value: float, unit: str = "", figures: int = 3) -> str:
     """Return a quantity as text, as in "12.3 ms" or "1.5 GB"; without a unit thousands
     are grouped.
+
+    Args:
+        figures: significant digits of a quantity with a unit.
     """
     if not math.isfinite(value):
         return NOTHING
@@ -25,7 +28,7 @@ def quantity(value: float, unit: str = "") -> str:
     lowest_power = 0 if unit in COUNTED else -WHOLE
     power = min(max(power, lowest_power), len(PREFIXES) - 1 - WHOLE)
     scaled = value / 1000.0**power
-    digits = f"{scaled:.0f}" if abs(scaled) >= 999.5 else f"{scaled:.3g}"
+    digits = f"{scaled:.0f}" if abs(scaled) >= 999.5 else f"{scaled:.{figures}g}"
     return f"{digits} {PREFIXES[power + WHOLE]}{unit}"
 
 
