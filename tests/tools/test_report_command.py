@@ -117,7 +117,10 @@ def test_missing_files_and_mixed_kinds_are_refused(plan_file: Path, tmp_path: Pa
     code, said = run(plan_file, "--csv", tmp_path / "rows.csv")
     assert code == 2 and "plan file" in said
     code, said = run(rows, "-o", rows / "page.html")
-    assert code == 2 and "cannot be written" in said
+    assert code == 2 and "is no folder" in said
+    for page in (rows / "folder" / "page.html", tmp_path / "new" / "folder" / "page.html"):
+        assert run(tmp_path / "none.json", "-o", page)[0] == 2
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_edited_plan_file_is_refused(plan_file: Path, tmp_path: Path):

@@ -78,9 +78,7 @@ def _report(options: ReportOptions, about: WorkOptions) -> None:
             raise ValueError(f"{folder} is a folder; give a file in it")
         page = files[0].with_suffix(PAGE) if options.output is None else options.output
         for path in filter(None, (page, csv)):
-            with refusing_unwritable():
-                path.parent.mkdir(parents=True, exist_ok=True)
-            check_writable(path)
+            check_writable(path, makes_folders=True)
         with working("reading") as progress:
             report = read(
                 files,
@@ -91,6 +89,8 @@ def _report(options: ReportOptions, about: WorkOptions) -> None:
                 replaces=replaces,
             )
         with refusing_unwritable():
+            for path in filter(None, (page, csv)):
+                path.parent.mkdir(parents=True, exist_ok=True)
             written = report.write(page, csv)
     if options.as_json:
         print_json({"files": [str(path) for path in written], "lost_lines": report.num_lost})

@@ -3,6 +3,8 @@
 import ast
 import math
 
+from tilewise.masks.base import And, Mask, Window
+
 CROSS, NOTHING = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 PREFIXES = ("p", "n", "µ", "m", "", "k", "M", "G", "T", "P", "E")
 WHOLE = 4  # the place of no prefix
@@ -43,6 +45,21 @@ def count(number: int) -> str:
         if number >= 1 << power and number % (1 << power - 2) == 0:
             return f"{number / (1 << power):g}{letter}"
     return f"{number:,}"
+
+
+def mask_words(mask: Mask) -> str:
+    """A mask for a title, as in "causal & window(4095, 0)"; a mask of documents is "document"."""
+    if isinstance(mask, And):
+        parts = (
+            f"({mask_words(part)})"
+            if isinstance(part, And) and part.symbol != mask.symbol
+            else mask_words(part)
+            for part in (mask.a, mask.b)
+        )
+        return f" {mask.symbol} ".join(parts)
+    if isinstance(mask, Window):
+        return repr(mask).lower()
+    return type(mask).__name__.lower()
 
 
 def short(plan_name: str) -> str:
