@@ -22,6 +22,13 @@ from benchmarks.study.table import StudyTable
 from benchmarks.study.video import video
 
 MACHINE = tw.Machine.preset("h100x8")
+MEMORY_FREE = replace(
+    MACHINE,
+    merge_bandwidth=None,
+    pack_bandwidth=None,
+    kernels=tuple(replace(kernel, heads=0) for kernel in MACHINE.kernels),
+)
+"""The machine of which the committed rows of contexts and of the map are."""
 WORK = tw.Workload(1 << 14, 16, 16, 64)
 
 
@@ -97,13 +104,14 @@ def test_no_schedule_beats_the_optimum(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_ring_loses_most_where_the_mask_leaves_it_uneven(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(simulated, "MASKED_SIZES", (4,))
-    (table,) = simulated.masks(replace(WORK, num_tokens=1 << 17), MACHINE)
+    kernels = replace(MACHINE, pack_bandwidth=None)  # imbalance of these, without copies
+    (table,) = simulated.masks(replace(WORK, num_tokens=1 << 17), kernels)
     rows = [row for row in records(table) if row["strategy"] in ("ring", "needed")]
     kept = {(row["mask"], row["layout"]): row["kept of full"] for row in rows}
     uneven = {(row["mask"], row["layout"]): row["imbalance"] for row in rows}
     assert uneven["causal_document", "zigzag_documents"] < 1.01
     assert {row["strategy"] for row in records(table)} == {"ring", "all_gather", "needed"}
-    assert kept["full", "zigzag"] == 100 and uneven["causal", "zigzag"] < 1.01
+    assert kept["full", "zigzag"] == pytest.approx(100) and uneven["causal", "zigzag"] < 1.01
     assert kept["causal", "contiguous"] < kept["causal", "zigzag"] < 100
     assert kept["causal_document", "zigzag"] < kept["causal_document", "level"]
     assert uneven["causal_document", "level"] < uneven["causal_document", "zigzag"]
@@ -567,16 +575,16 @@ def test_committed_rows_of_contexts_are_what_the_command_makes():
     work = tw.Workload(96 * 8192, 64, 8, 128, layout="zigzag")
     known = {contexts._key(row): row for row in contexts.read_rows(contexts.ROWS)}
     for mask, sampler in (("causal", "tilewise"), ("causal_document", "longca")):
-        task = contexts.Task(mask, 8, 0, sampler, ("ring", "usp"), 8192, work, MACHINE)
+        task = contexts.Task(mask, 8, 0, sampler, ("ring", "usp"), 8192, work, MEMORY_FREE)
         for row in contexts.rows_of(task):
-            assert row == known[contexts._key(row)]
+            assert row == pytest.approx(known[contexts._key(row)], abs=2e-4)  # rounded shares
 
 
 @pytest.mark.slow
 def test_committed_rows_of_the_map_are_what_the_command_makes():
     known = {json.dumps(x["case"]): x["rows"] for x in contexts.read_rows(where.ROWS)}
     for at in (("causal", (64, 8), 8, 8192), ("causal_document", (64, 8), 1, 1024)):
-        task = where.Task(*at, USUAL, MACHINE)
+        task = where.Task(*at, USUAL, MEMORY_FREE)
         assert json.loads(json.dumps(where.rows_of(task))) == known[json.dumps(task.key)]
 
 

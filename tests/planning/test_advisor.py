@@ -51,6 +51,26 @@ def test_nothing_is_refused_that_a_scheme_of_the_page_needs_and_heads_decide_deg
     assert "sp (Ulysses)" in [scheme.name for scheme, _ in replicated]
 
 
+@pytest.mark.parametrize("ranks", (8, 32, 12))
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_gathered_shard_enters_each_node_once(library: str, ranks: int):
+    """12 ranks fill no two nodes of 8: there every rank sends to every other."""
+    (scheme,) = (
+        scheme
+        for scheme in LIBRARIES[library].schemes
+        if scheme.name in ("all_gather", 'attn_backend="flex"', "cp allgather")
+    )
+    plan = scheme.plan(ranks, 1, H100.node_size)
+    work = tw.Workload(ranks * 256, 4, 4, 64, dtype="float32", save="gathered")
+    sent = [tw.simulate(plan, work, H100, prune=False).use(rank) for rank in range(ranks)]
+    crossing = sum(use.bytes_by_link.get("between", 0) for rank in sent for use in rank)
+    shard = 2 * 256 * 4 * 64 * 4  # of k and v forward, of dk and dv backward
+    if ranks % H100.node_size:
+        assert crossing == 2 * 2 * 8 * 4 * shard
+    else:
+        assert crossing == 2 * ranks * (ranks // H100.node_size - 1) * shard
+
+
 def words(options: str) -> dict[str, list[str]]:
     """Options of a command line: the values that follow each name."""
     found: dict[str, list[str]] = {}

@@ -1,14 +1,19 @@
 """The documentation says what the code does: its blocks run, its outputs and grids are real."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.docs_blocks import PAGES, ROOT, blocks, name, run
+from typer.main import get_command
+from typer.testing import CliRunner
 
 import tilewise as tw
+from tilewise.tools.cli import app
+from tilewise.tools.cli.examples import EXAMPLES
 
 STRATEGIES = {page.stem: page for page in PAGES if page.parent.name == "strategies"}
 PACKAGE = ROOT / "src" / "tilewise"
@@ -30,6 +35,45 @@ def test_a_pages_code_runs_and_prints_what_it_says(page: Path):
     for block, printed in run(page):
         if block.is_output:
             assert block.content == printed
+
+
+class SimulationBegunError(Exception):
+    """All arguments of a command were taken."""
+
+
+def command_lines() -> list[tuple[str, list[str]]]:
+    """Command lines in blocks, those in text that say for how many ranks, and those of --help."""
+    found: list[tuple[str, str]] = []
+    for page in PAGES:
+        text = page.read_text()
+        for block in blocks(text):
+            lines = block.content.replace("\\\n", " ")
+            found += [(name(page), x) for x in re.findall(r"^tilewise [a-z].*$", lines, re.M)]
+        inline = re.findall(r"`(tilewise [^`]*--world-size[^`]*)`", text)
+        found += [(name(page), line) for line in inline]
+    helped = [("--help", line) for lines in EXAMPLES.values() for line in lines]
+    found += [(page, line) for page, line in helped if line.startswith("tilewise ")]
+    return [(page, shlex.split(line, comments=True)[1:]) for page, line in found]
+
+
+def test_command_lines_are_taken(monkeypatch: pytest.MonkeyPatch):
+    def begun(*_: object, **words: object):
+        raise SimulationBegunError
+
+    for command, work in (("plan", "search"), ("simulate", "simulate")):
+        monkeypatch.setattr(f"tilewise.tools.cli.{command}.{work}", begun)
+    group, names = get_command(app), set[str]()
+    for page, words in command_lines():
+        if words[0] in ("plan", "simulate"):
+            done = CliRunner().invoke(app, words)
+            assert isinstance(done.exception, SimulationBegunError), (page, words, done.output)
+        else:
+            command = group.commands[words[0]]
+            if words[0] in ("bench", "lab"):
+                command, words = command.commands[words[1]], words[1:]
+            command.make_context(words[0], words[1:])
+        names.add(words[0])
+    assert names >= {"plan", "simulate", "show", "mask", "report", "advise", "run"}
 
 
 def test_every_grid_is_the_plan_that_its_name_says():

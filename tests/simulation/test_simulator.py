@@ -58,6 +58,21 @@ def test_gathers_bound_by_bandwidth_take_their_bytes(n: int):
     assert ratio == pytest.approx((n - 1) * 2 * U / sent, rel=0.01)
 
 
+@pytest.mark.parametrize(("rows", "columns"), ((2, 2), (2, 4), (4, 2), (3, 3)))
+def test_ranks_that_are_ahead_fill_no_nic_of_a_rank_that_has_not_posted_yet(
+    rows: int, columns: int
+):
+    """The first and the last rank send nothing in the first of attention2d's three exchanges.
+
+    Were their messages of the second one to arrive at once, the first would take longer.
+    """
+    plan = tw.attention2d(rows, columns)
+    found = simulate(plan, workload(rows * columns), machine(1e6))
+    swapped, gathered = 2 * U, (columns - 1) * U + (rows - 1) * 2 * U
+    returned = (columns - 1) * (U + L)
+    assert found.forward_seconds == pytest.approx((swapped + gathered + returned) / 1e6)
+
+
 @pytest.mark.parametrize("n", (4, 12))
 def test_messages_to_one_peer_go_one_after_the_other(n: int):
     """Pruned, some ranks send half shards; they do not push in before the whole ones ahead."""

@@ -1,6 +1,7 @@
 """Calibration: every rank gets the same machine, complete, readable, and of this host's size."""
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,6 +94,21 @@ def test_bad_input_ends_the_command(options: list[str], message: str):
     result = CliRunner().invoke(app, ["calibrate", *options])
     assert result.exit_code == 2
     assert re.search(message, result.stderr)
+
+
+@pytest.mark.parametrize(("load", "is_said"), ((0.2, False), (10.0, True)))
+def test_other_work_is_said_and_written_down(
+    load: float, is_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    preset, path = tw.Machine.preset("cpu-gloo"), tmp_path / "machine.toml"
+    command = sys.modules["tilewise.tools.cli.calibrate"]
+    monkeypatch.setattr(command, "_measured", lambda *_: preset)
+    result = CliRunner().invoke(app, ["calibrate", "-o", str(path)])
+    assert result.exit_code == 0, result.output
+    said = "Other work kept 10.0 of 2 cores busy"
+    assert (said in result.stderr, said in tw.Machine.load(path).source) == (is_said, is_said)
 
 
 @pytest.mark.slow

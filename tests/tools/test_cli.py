@@ -21,7 +21,8 @@ from typer.testing import CliRunner, Result
 import tilewise as tw
 from tilewise.expressions import STRATEGIES, read_mask, read_plan
 from tilewise.tools.cli import app
-from tilewise.tools.cli.output import as_bytes
+from tilewise.tools.cli.examples import EXAMPLES
+from tilewise.tools.cli.output import as_bytes, as_seconds
 from tilewise.tools.cli.show import draw
 from tilewise.tools.demo import Demo, DemoRow, run_demo
 
@@ -119,6 +120,53 @@ def test_the_code_of_a_candidate_is_that_of_its_workload(tmp_path: Path):
     assert shown.stdout.splitlines()[:-1] == list(wanted.listing()), shown.output
 
 
+def commands(group: Any, *names: str) -> Iterator[str]:
+    """The names of all commands, with their groups'."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, *names, name)
+        else:
+            yield " ".join((*names, name))
+
+
+def test_every_commands_help_has_its_examples_and_h_shows_it():
+    assert set(commands(get_command(app))) == EXAMPLES.keys()
+    for name, lines in EXAMPLES.items():
+        short, long = (tilewise(*name.split(), word).stdout for word in ("-h", "--help"))
+        assert short == long and "Examples:" in short
+        flat = "".join(short.split())
+        for line in lines:
+            assert "".join(line.split()) in flat and name in line
+
+
+def test_sizes_are_written_alike_everywhere(monkeypatch: pytest.MonkeyPatch):
+    """2K is 2048 tokens: of the demo, the benchmark and the lab, too."""
+    taken: list[Any] = []
+
+    def taking(*values: Any, **_: Any):
+        taken.append(values)
+        raise ValueError("taken")
+
+    for module, name in (("demo", "Demo"), ("bench", "entered"), ("lab", "BenchCase")):
+        monkeypatch.setattr(sys.modules[f"tilewise.tools.cli.{module}"], name, taking)
+    strategies = ("bench", "strategies", "--quick", "--mask", "causal", "--world-size", "2")
+    runs = (
+        ("demo", "--num-tokens", "2K"),
+        ("bench", "kernels", "--quick", "--mask", "causal", "--num-tokens", "2K"),
+        (*strategies, "--tokens-per-rank", "1K"),
+        ("lab", "run", "--hosts", "2", "--tokens-per-rank", "1K"),
+    )
+    for words in runs:
+        ended = tilewise(*words)
+        assert (ended.exit_code, ended.stderr) == (2, "tilewise: taken\n"), ended.stderr
+        wrong = tilewise(*words[:-1], "2Q")
+        assert wrong.exit_code == 2
+        assert f"{words[-2]} ('2Q') must be a number such as 4096, 128K or 1M" in wrong.stderr
+    demo, kernels, ranks, lab = taken
+    lengths = {case.num_tokens for run in (kernels[0], ranks[0]) for case, *_ in run.cases()}
+    assert demo[1] == 2048 and lengths == {2048} and lab[2] == 2048
+
+
 def test_help_shows_what_is_usual_for_a_command():
     pages = [tilewise(*words, "--help").stdout for words in (("simulate",), ("lab", "run"))]
     assert "(32:8)" in pages[0] and "(causal)" in pages[0]
@@ -142,6 +190,33 @@ def test_show_checks_a_plan_and_the_codes_of_a_canonical_one():
     assert same.stdout == fast.stdout[:-1] + (", and every result has the same bits at any split\n")
     refused = tilewise("show", "ring(4)", "--check", *size, "--reduction", "canonical")
     assert refused.exit_code != 0 and "served by all_gather, needed, ulysses" in refused.stderr
+
+
+def test_a_plan_that_is_asked_for_is_in_the_planners_table():
+    words = ("plan", "--world-size", "4", "--num-tokens", "4K", "--heads", "8:8", "--top", "1")
+    machine, work = tw.Machine.preset("h100x8"), tw.Workload(4096, 8, 8, 128, mask=tw.Causal())
+    asked = ("--strategy", "ring(4, moves='q')", "--strategy", "tree(4)")
+    rows = json.loads(tilewise(*words, *asked, "--json").stdout)["candidates"]
+    assert [row["rank"] for row in rows] == [1, 2, 3]
+    for plan in (tw.ring(4, moves="q"), tw.tree(4)):
+        (row,) = (row for row in rows if row["plan"] == plan.name)
+        found = tw.simulate(plan, work, machine)
+        assert row["seconds"] == pytest.approx(found.seconds)
+        assert (row["sent_bytes"], row["peak_bytes"]) == (found.sent_bytes, found.peak_bytes)
+    assert rows == sorted(rows, key=lambda row: row["seconds"])
+    ended = tilewise(*words, "--strategy", "ring(8)")
+    assert ended.exit_code == 2
+    assert "ring(8) is for 8 ranks, but --world-size is 4" in ended.stderr
+
+
+def test_times_have_the_unit_that_suits_them():
+    """140 s of a machine that is a million times slower than the preset, not 1.4e+05 ms."""
+    assert [as_seconds(x) for x in (139.62, 0.0012345, 9.9e-7, 0.0)] == [
+        *("139.6 s", "1.234 ms", "990 ns", "0 s")
+    ]
+    table = tilewise("simulate", "ring(64)", "--num-tokens", "8M", "--machine", "a6000x8").stdout
+    time = next(line for line in table.splitlines() if line.split()[:1] == ["time"])
+    assert re.fullmatch(r" *time +[\d.]+ s +[\d.]+ s *", time), table
 
 
 @pytest.mark.parametrize("mask", ["causal", "causal & window(100, 0)"])
@@ -347,12 +422,12 @@ MODEL = Path(__file__).parents[2] / "benchmarks" / "cases" / "models" / "llama-3
 
 
 def test_advise_prints_a_setting_to_paste_its_cost_and_the_verdict():
-    words = "advise", "--for", "megatron", "--model", str(MODEL), "--tokens", "32K"
+    words = "advise", "--for", "megatron", "--model", str(MODEL), "--num-tokens", "32K"
     shown = tilewise(*words)
     assert shown.exit_code == 0, shown.output
     assert "--context-parallel-size 8 --cp-comm-type a2a --seq-length 32768" in shown.stdout
     assert "Your own Ulysses (a2a) is as good as anything of ours" in shown.stdout
-    told = json.loads(tilewise(*words, "--ranks", "4", "--nodes", "2", "--json").stdout)
+    told = json.loads(tilewise(*words, "--ranks", "4", "--world-size", "16", "--json").stdout)
     assert told["setting"]["split"] | {"num_tokens": 0} == {
         "ranks": 4,
         "degree": 4,
@@ -368,13 +443,18 @@ def test_advise_prints_a_setting_to_paste_its_cost_and_the_verdict():
     [
         (("--for", "fairseq"), "library 'fairseq' is not known; take one of megatron"),
         (("--model", "none.json"), "none.json cannot be read"),
-        (("--tokens", "many"), "--tokens ('many') must be a number such as"),
+        (("--num-tokens", "many"), "--num-tokens ('many') must be a number such as"),
         (("--machine", "h100x9"), "--machine ('h100x9') is neither a preset nor a file"),
         (("--ranks", "3"), "ranks (3) must divide the 8 devices"),
     ],
 )
 def test_advise_refuses_bad_input_in_one_line(change: tuple[str, str], message: str):
-    words = {"--for": "megatron", "--model": str(MODEL), "--tokens": "32K", change[0]: change[1]}
+    words = {
+        "--for": "megatron",
+        "--model": str(MODEL),
+        "--num-tokens": "32K",
+        change[0]: change[1],
+    }
     shown = tilewise("advise", *(word for pair in words.items() for word in pair))
     assert shown.exit_code == 2 and message in shown.stderr
     assert len(shown.stderr.strip().splitlines()) == 1

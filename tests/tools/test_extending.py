@@ -159,6 +159,31 @@ def test_our_kernels_pass_their_own_check():
             check_kernel(tw.kernel(name), "cpu", dtype, 16)
 
 
+def test_a_plan_of_ones_own_is_shown_and_simulated(folder: Path):
+    (folder / "plans.py").write_text("import tilewise as tw\n\nfixed = tw.mesh(4, q_tile=2)\n")
+
+    def ran(*words: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, list(words))
+        return done.exit_code, done.output
+
+    own, size = "my_strategy.py:my_ring", ("--num-tokens", "4K", "--json")
+    plan = load(own)(4)
+    code, shown = ran("show", own, "--world-size", "4")
+    assert code == 0 and tw.parse(shown).steps == plan.steps
+    code, told = ran("simulate", own, "--world-size", "4", *size)
+    assert code == 0
+    work = tw.Workload(4096, 32, 8, 128, mask=tw.Causal())
+    seconds = tw.simulate(plan, work, tw.Machine.preset("h100x8")).seconds
+    assert json.loads(told)["seconds"] == pytest.approx(seconds)
+    assert tw.parse(ran("show", "plans.py:fixed")[1]) == tw.mesh(4, q_tile=2)
+    for words, message in (
+        (("show", own), "is a function of the number of ranks; add --world-size"),
+        (("show", "plans.py:fixed", "--world-size", "8"), "is for 4 ranks, not for 8"),
+    ):
+        code, said = ran(*words)
+        assert code == 2 and message in said and said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "text", "word", "message"),
     [

@@ -16,7 +16,7 @@ from tilewise.tools.report.page import Figure, Page, written
 from tilewise.tools.report.plan_report import page_of
 from tilewise.tools.report.studies import Studies, StudyEntry
 from tilewise.tools.report.timeline import timeline
-from tilewise.tools.report.words import count, in_words, quantity, times
+from tilewise.tools.report.words import count, in_words, mask_words, quantity, times
 
 VOID = {"meta", "link", "img", "br"}
 
@@ -119,6 +119,22 @@ def test_a_timeline_of_many_ranks_shows_some():
     work = tw.Workload(1 << 12, 8, 8, 64, mask=tw.Causal())
     found = tw.simulate(tw.ring(16), work, MACHINE, exact=True)
     assert len(timeline(found).ranks) == 12
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    (
+        (tw.Causal(), "causal"),
+        (tw.Causal() & tw.Window(4095, 0), "causal & window(4095, 0)"),
+        (tw.Causal() & (tw.Document([0, 9, 40]) | tw.Full()), "causal & (document | full)"),
+        (
+            tw.Causal() & tw.Document([0, 9, 40]) & tw.Window(3, 3),
+            "causal & document & window(3, 3)",
+        ),
+    ),
+)
+def test_a_composed_mask_is_named_by_its_parts(mask: tw.Mask, words: str):
+    assert mask_words(mask) == words
 
 
 def test_bytes_by_link_are_the_simulators():

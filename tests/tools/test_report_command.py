@@ -38,6 +38,22 @@ def test_a_plan_file_gives_a_page_with_its_ranked_table(plan_file: Path, tmp_pat
     assert all(row.strategy in html for row in best.rows)
 
 
+def test_options_replace_what_a_plan_file_says_and_are_refused_beside_results(
+    plan_file: Path, tmp_path: Path
+):
+    page = tmp_path / "page.html"
+    words = ("--num-tokens", "2K", "--machine", "a100x8", "--mask", "full", "--heads", "16:4")
+    code, said = run(plan_file, *words, "-o", page)
+    assert code == 0, said
+    html, best = page.read_text(), tw.load_candidate(plan_file)
+    assert "Attention over 2k tokens on 8 devices" in html and best.plan.name in html
+    assert "16 query and 4 KV heads" in html and "full mask" in html and "a100x8" in html
+    assert best.reason.split(",")[0] not in html and "Over the byte bound" not in html
+    results = write_rows(tmp_path / "results.jsonl", many_rows())
+    code, said = run(results, "--machine", "a100x8")
+    assert code == 2 and "options such as --num-tokens and --machine are for plan files" in said
+
+
 def test_a_plan_alone_is_shown_simulated_drawn_and_measured(tmp_path: Path):
     path = tmp_path / "alone.json"
     path.write_text(tw.to_json(tw.mesh(4, q_tile=2)))
@@ -101,7 +117,10 @@ def test_missing_files_and_mixed_kinds_are_refused(plan_file: Path, tmp_path: Pa
     code, said = run(plan_file, "--csv", tmp_path / "rows.csv")
     assert code == 2 and "plan file" in said
     code, said = run(rows, "-o", rows / "page.html")
-    assert code == 2 and "cannot be written" in said
+    assert code == 2 and "is no folder" in said
+    for page in (rows / "folder" / "page.html", tmp_path / "new" / "folder" / "page.html"):
+        assert run(tmp_path / "none.json", "-o", page)[0] == 2
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_edited_plan_file_is_refused(plan_file: Path, tmp_path: Path):

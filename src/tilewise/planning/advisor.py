@@ -27,6 +27,7 @@ from tilewise.simulation.network import LINKS
 from tilewise.simulation.simulator import Simulation, simulate
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.catalog import divisors
+from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.ring import ring
 from tilewise.strategies.ulysses import ulysses
 from tilewise.workload import LAYOUTS, Workload
@@ -71,14 +72,14 @@ class Scheme(NamedTuple):
 
     Attributes:
         degrees: of heads, that a number of ranks allows; 1: heads stay together.
-        plan: of ranks and a degree.
+        plan: of ranks, a degree, and the devices of a node.
         flags: to paste.
         multiple: tokens of a sequence are padded to a multiple of this, of the ranks.
     """
 
     name: str
     degrees: Callable[[int], Sequence[int]]
-    plan: Callable[[int, int], Plan]
+    plan: Callable[[int, int, int], Plan]
     flags: Callable[[DeviceSplit], str]
     multiple: Callable[[int], int]
     rules: tuple[Rule, ...] = ()
@@ -107,15 +108,18 @@ def _in_between(ranks: int) -> list[int]:
     return divisors(ranks)[1:-1]
 
 
-def _ring(ranks: int, degree: int) -> Plan:
+def _ring(ranks: int, degree: int, node_size: int) -> Plan:
     return ring(ranks)
 
 
-def _all_gather(ranks: int, degree: int) -> Plan:
-    return all_gather(ranks)
+def _all_gather(ranks: int, degree: int, node_size: int) -> Plan:
+    """A gather over whole nodes in stages: as in NCCL's, a shard enters each node once."""
+    if ranks <= node_size or ranks % node_size or node_size == 1:
+        return all_gather(ranks)
+    return hierarchical(all_gather(ranks // node_size), all_gather(node_size))
 
 
-def _ulysses(ranks: int, degree: int) -> Plan:
+def _ulysses(ranks: int, degree: int, node_size: int) -> Plan:
     return ulysses(degree, inner=ring(ranks // degree)) if degree < ranks else ulysses(ranks)
 
 
@@ -429,7 +433,10 @@ def _fastest(
     """The fastest legal setting on a split's ranks; of those that tie the first."""
     best: Setting | None = None
     for scheme, degree in legal(library, model, split.ranks):
-        plan, multiple = scheme.plan(split.ranks, degree), scheme.multiple(split.ranks)
+        plan, multiple = (
+            scheme.plan(split.ranks, degree, machine.node_size),
+            scheme.multiple(split.ranks),
+        )
         padded = -(-split.num_tokens // multiple) * multiple
         passes = [(_simulated(plan, _of_length(x, padded), machine), n) for x, n in layers]
         cost = _summed(scheme.name, passes)

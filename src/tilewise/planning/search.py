@@ -22,9 +22,9 @@ from tilewise.planning.options import options
 from tilewise.planning.pairs import Pair, PairSearch
 from tilewise.planning.pass_model import PassModel, pad_to_equal_shards
 from tilewise.planning.reasons import reason
-from tilewise.simulation.machine import Machine
 from tilewise.simulation.halves import EXACT_RANKS
-from tilewise.simulation.simulator import Simulation
+from tilewise.simulation.machine import Machine
+from tilewise.simulation.simulator import Simulation, simulate
 from tilewise.wires.wire import AnyWire, wires_of
 from tilewise.workload import Workload
 
@@ -131,6 +131,35 @@ def _of_one_wire(
         )
         for candidate in candidates
     ]
+
+
+def candidate_of(plan: Plan, work: Workload, machine: Machine) -> Candidate:
+    """Simulate one plan for both passes, as a candidate beside those of a search.
+
+    Args:
+        work: its layout is kept, and its save if it has one; else the plan's own default counts.
+    """
+    n = plan.world_size
+    work = replace(work, layout=work.layout_for(n), save=work.save or plan.default_save)
+    found = simulate(plan, work, machine)
+    return Candidate(
+        work,
+        machine,
+        plan.name,
+        plan,
+        plan,
+        work.layout_for(n),
+        work.save or plan.default_save,
+        wires_of(work.wire, work.wire_dtype),
+        found.forward_seconds,
+        found.backward_seconds,
+        found.exposed_seconds,
+        found.bytes_by_link,
+        found.sent_bytes,
+        lambda: found.peak_bytes,
+        Distances(least_seconds(work, n, machine), least_bytes(work, n)),
+        overhead_seconds=found.overhead_seconds,
+    )
 
 
 class PlanPair(NamedTuple):

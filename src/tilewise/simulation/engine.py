@@ -1,7 +1,8 @@
 """The event loop: every rank runs its priced operations in order while messages share the network.
 
 A discrete simulation of three events: a rank's own work ends, a message's latency is over, flows
-end. It knows neither plans nor payloads, and what happens together is one event.
+end. It knows neither plans nor payloads, and what happens together is one event. A message leaves
+when its sender has launched it and its receiver has posted the receive, as gloo's and NCCL's do.
 """
 
 import heapq
@@ -44,6 +45,8 @@ class RankOperation(NamedTuple):
         kernel: seconds of kernels.
         own: seconds of the rank's own work: copying, posting, merging.
         leaving, awaited: flows; LOST is waited for in vain.
+        posted: flows of which this operation posts a receive, once for each message. A flow leaves
+            when all its receives that any rank posts are posted.
         label, lane, kind, traffic_bytes: as of the Span that it becomes.
     """
 
@@ -51,6 +54,7 @@ class RankOperation(NamedTuple):
     own: float = 0.0
     leaving: tuple[int, ...] = ()
     awaited: tuple[int, ...] = ()
+    posted: tuple[int, ...] = ()
     label: str = ""
     lane: str = "copy"
     kind: str = ""
@@ -120,6 +124,11 @@ class EventLoop:
         self.runs_kernel = bytearray(num_ranks)
         self.kernel_seconds, self.own_seconds = [0.0] * num_ranks, [0.0] * num_ranks
         self.end_seconds = [np.nan] * num_ranks
+        self.num_unready = [1] * len(flows)  # 1 for the sender, 1 for each receive to be posted
+        for program in programs:
+            for operation in program.operations:
+                for flow in operation.posted:
+                    self.num_unready[flow] += 1
         self.flow_done = bytearray(len(flows) + 2)
         self.flow_done[ARRIVED] = 1
         self.ranks_by_missing_flow: dict[int, list[int]] = defaultdict(list)
@@ -167,7 +176,7 @@ class EventLoop:
                 self._work(index, program.call_seconds)
                 return
         while operation_index < len(program.operations):
-            kernel, own, leaving, awaited = program.operations[operation_index][:4]
+            kernel, own, leaving, awaited, posted = program.operations[operation_index][:5]
             if stage == AWAIT:
                 begins.append(self.now)
                 stage = COMPUTE
@@ -181,8 +190,10 @@ class EventLoop:
                     self.runs_kernel[index] = 1
                     self._work(index, kernel)
                     return
+            for flow in posted:
+                self._ready(flow)
             for flow in leaving:
-                self._launch(flow)
+                self._ready(flow)
             operation_index, stage = operation_index + 1, AWAIT
             if own:
                 self.operation_index[index], self.stage[index] = operation_index, stage
@@ -222,9 +233,11 @@ class EventLoop:
         self.runs_kernel[index] = 0
         return index
 
-    def _launch(self, flow: int) -> None:
-        latency = self.flows[flow].latency
-        heapq.heappush(self.events, (self.now + latency, flow))
+    def _ready(self, flow: int) -> None:
+        """Note that a flow's sender or one of its receivers is ready; the last one launches it."""
+        self.num_unready[flow] -= 1
+        if not self.num_unready[flow]:
+            heapq.heappush(self.events, (self.now + self.flows[flow].latency, flow))
 
     def _begin(self, flow: int) -> None:
         """Let a message's first byte leave, unless an earlier message to its peer is under way."""

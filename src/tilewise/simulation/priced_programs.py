@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tilewise.compiler.draft import Draft, View
@@ -41,7 +41,7 @@ def price_programs(
     """
     writer = _Writer(prices, network)
     priced: dict[int, list[_Operation]] = {}
-    unresolved: list[tuple[int, list[tuple[RankOperation, Awaited]]]] = []
+    unresolved: list[tuple[int, list[Unresolved]]] = []
     for rank, (model, relabelled) in models.items():
         if model not in priced:
             priced[model] = writer.priced(draft_of(model))
@@ -84,6 +84,9 @@ class _Operation(NamedTuple):
 Awaited = tuple[MessageKey | None, ...]
 """The messages that an operation waits for; None: one that is empty."""
 
+Unresolved = tuple[RankOperation, Awaited, tuple[MessageKey, ...]]
+"""An operation, the messages that it waits for, and those that it posts receives of."""
+
 
 class _Writer:
     """Writes the priced operations of ranks, and the flows of all of them."""
@@ -104,7 +107,8 @@ class _Writer:
             elif isinstance(op, Attend | Expand | Pull):
                 lane = "compute"
             own = memory + posting
-            operation = RankOperation(kernel, own, (), (), op.label, lane, kind, traffic)
+            named = op.label, lane, kind, traffic
+            operation = RankOperation(kernel, own, (), (), (), *named)
             if isinstance(op, Post):
                 rooms = zip(op.arrivals, op.recvs, op.arriving, strict=True)
                 arriving = ((n, x if draft.num_bytes(room) else None) for n, x, room in rooms)
@@ -117,31 +121,35 @@ class _Writer:
 
     def operations(
         self, rank: int, priced: Sequence[_Operation], relabelled: Callable[[int], int]
-    ) -> list[tuple[RankOperation, Awaited]]:
+    ) -> list[Unresolved]:
         """The operations of a rank; what they wait for may be sent by a rank that comes later."""
-        found: list[tuple[RankOperation, Awaited]] = []
+        found: list[Unresolved] = []
         last_flows: dict[int, int] = {}  # the last flow to each peer
         keys: dict[int, MessageKey | None] = {}
         for operation, sent, arriving, arrivals in priced:
+            posted: dict[MessageKey, None] = {}
             for number, message in arriving:
-                keys[number] = message and self._received(rank, message, relabelled)
+                key = message and self._received(rank, message, relabelled)
+                keys[number] = key
+                if key is not None:
+                    posted[key] = None
             if sent:
                 first = len(self.flows)
                 self._send(rank, sent, relabelled, last_flows)
                 operation = operation._replace(leaving=tuple(range(first, len(self.flows))))
-            found.append((operation, tuple(map(keys.__getitem__, arrivals))))
+            found.append((operation, tuple(map(keys.__getitem__, arrivals)), tuple(posted)))
         return found
 
-    def resolved(
-        self, operations: Iterable[tuple[RankOperation, Awaited]]
-    ) -> Iterable[RankOperation]:
+    def resolved(self, operations: Iterable[Unresolved]) -> Iterator[RankOperation]:
         """Operations with the flows that they wait for, once those of all ranks are known."""
-        for operation, awaited in operations:
+        flow_of = self._flow_by_key
+        for operation, awaited, posted in operations:
             if awaited:
-                flows = (
-                    ARRIVED if key is None else self._flow_by_key.get(key, LOST) for key in awaited
-                )
+                flows = (ARRIVED if key is None else flow_of.get(key, LOST) for key in awaited)
                 operation = operation._replace(awaited=tuple(flows))
+            elif posted:
+                flows = (flow_of[key] for key in posted if key in flow_of)
+                operation = operation._replace(posted=tuple(flows))
             yield operation
 
     def _received(

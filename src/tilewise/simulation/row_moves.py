@@ -84,6 +84,7 @@ def run_exchanges(
     operations = {rank: list[RankOperation]() for rank in symmetry.representatives()}
     for exchange in rounds:
         awaited = {rank: list[int]() for rank in operations}
+        leaving_by_rank = dict[int, tuple[int, ...]]()
         for rank, rank_rows in exchange.items():
             leaving = range(len(flows), len(flows) + len(rank_rows.sends))
             for flow, (peer, num_rows) in zip(leaving, rank_rows.sends, strict=True):
@@ -102,11 +103,15 @@ def run_exchanges(
                     Flow(rank, route, link, seconds, num_bytes, 1, latency, previous, label)
                 )
                 last_flow[rank, peer] = flow
+            leaving_by_rank[rank] = tuple(leaving)
+        for rank, rank_rows in exchange.items():
             posting = machine.message_seconds * (len(rank_rows.sends) + rank_rows.num_recvs)
             packing = _copy_seconds(machine, row_bytes * rank_rows.packed)
+            posted = tuple(awaited[rank])
             operations[rank].append(RankOperation(own=packing))
-            operations[rank].append(RankOperation(own=posting, leaving=tuple(leaving)))
-        for rank, rank_rows in exchange.items():
+            operations[rank].append(
+                RankOperation(own=posting, leaving=leaving_by_rank[rank], posted=posted)
+            )
             unpacking = _copy_seconds(machine, row_bytes * rank_rows.unpacked)
             operations[rank].append(RankOperation(own=unpacking, awaited=tuple(awaited[rank])))
     programs = tuple(

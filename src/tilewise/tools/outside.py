@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from tilewise.arguments import require_type
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import given_kernel, kernel_named
 from tilewise.kernels.self_check import check_kernel, place
+from tilewise.plan.ir import Plan
 from tilewise.tools.bench.environment import installed
 
 
@@ -60,6 +62,23 @@ def load(text: str) -> Any:
         names = ", ".join(x for x in vars(module) if not x.startswith("_")) or "nothing"
         raise ValueError(f"{where} has no {name!r}; it has {names}")
     return getattr(module, name)
+
+
+def plan_of(text: str, world_size: int | None) -> Plan:
+    """The plan that "module:name" names, or that a function of that name makes for so many ranks.
+
+    Raises:
+        ValueError: if it is none, or for another number of ranks.
+    """
+    loaded = load(text)
+    if not isinstance(loaded, Plan):
+        if world_size is None:
+            raise ValueError(f"{text} is a function of the number of ranks; add --world-size")
+        loaded = called(text, loaded, world_size)
+    plan = require_type(Plan, text, loaded, "tw.ring(n)")
+    if world_size not in (None, plan.world_size):
+        raise ValueError(f"{text} is for {plan.world_size} ranks, not for {world_size}")
+    return plan
 
 
 def called(text: str, make: Callable[..., Any], *given: Any) -> Any:

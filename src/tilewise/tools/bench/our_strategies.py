@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.arguments import require_type
 from tilewise.compiler.checker import check
 from tilewise.expressions import NO_WIRE, read_plan, read_wire
 from tilewise.planning.candidate import load_plan
@@ -22,7 +21,7 @@ from tilewise.tools.bench.case import LAYOUTS, BenchCase
 from tilewise.tools.bench.contender import Facts, Prediction, Traffic
 from tilewise.tools.bench.traffic import WatchedTransport
 from tilewise.tools.mask_report.figures import report
-from tilewise.tools.outside import check_kernel_of, is_outside, kernel_of, load, version_of
+from tilewise.tools.outside import check_kernel_of, is_outside, kernel_of, load, plan_of, version_of
 from tilewise.transport.resolve import transport_for
 from tilewise.wires.wire import AnyWire, latent_of
 
@@ -272,7 +271,7 @@ class Strategy:
         elif self.text.endswith(".json"):
             plan = from_file(self.text, setting)
         else:
-            read_text = _outside_plan if is_outside(self.text) else read_plan
+            read_text = plan_of if is_outside(self.text) else read_plan
             plan = read_text(self.text, case.world_size)
         planned = plan if isinstance(plan, Planned) else Planned(plan, setting.layout)
         forward, _ = setting.work(planned.layout).resolve(planned.plan)
@@ -338,20 +337,10 @@ class _Prepared:
         return self.words["group"].traffic()
 
 
-def _outside_plan(text: str, n: int) -> tw.Plan:
-    """The plan of a file outside the package: a plan, or what a function of n returns."""
-    loaded = load(text)
-    plan = loaded if isinstance(loaded, tw.Plan) else loaded(n)
-    return require_type(tw.Plan, text, plan, "tw.ring(n)")
-
-
 @lru_cache(maxsize=64)
 def _check_plan(text: str, version: str, n: int) -> None:
-    plan = _outside_plan(text, n)
-    if plan.world_size != n:
-        raise ValueError(f"strategy {text} made a plan for {plan.world_size} ranks, not for {n}")
     try:
-        check(plan)
+        check(plan_of(text, n))
     except tw.plan.PlanError as error:
         raise ValueError(f"strategy {text} for {n} ranks computes no attention: {error}") from None
 

@@ -155,6 +155,21 @@ def _machine(
     )
 
 
+BUSY = 0.25
+"""Share of the cores that other work may keep busy before a calibration says so."""
+
+
+def other_work() -> str:
+    """A sentence on other work that the machine does, by its load of the last minute, or ""."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= BUSY * cores:
+        return ""
+    return (
+        f"Other work kept {load:.1f} of {cores} cores busy, so this is what it left: calibrate "
+        "again on an idle machine."
+    )
+
+
 def _with_messages(machine: Machine, cores: Cores | None, small: Usage, bulk: Usage) -> Machine:
     """Return the machine with what messages keep busy: ranks that post them, and cores where those
     are shared.

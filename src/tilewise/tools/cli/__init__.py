@@ -10,6 +10,7 @@ from tilewise.tools.cli.bench import bench_app
 from tilewise.tools.cli.calibrate import calibrate
 from tilewise.tools.cli.demo import demo
 from tilewise.tools.cli.doctor import doctor
+from tilewise.tools.cli.examples import epilog
 from tilewise.tools.cli.lab import lab_app
 from tilewise.tools.cli.mask import mask_command
 from tilewise.tools.cli.parity import parity
@@ -18,7 +19,11 @@ from tilewise.tools.cli.report import report_command
 from tilewise.tools.cli.show import show_command
 from tilewise.tools.cli.simulate import simulate_command
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -48,6 +53,6 @@ for command in (
     report_command,
     calibrate,
 ):
-    app.command()(command)
+    app.command(epilog=epilog(command.__name__))(command)
 app.add_typer(bench_app, name="bench")
 app.add_typer(lab_app, name="lab")

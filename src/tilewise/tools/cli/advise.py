@@ -16,6 +16,7 @@ from tilewise.tools.cli.options import (
     read_machine_option,
 )
 from tilewise.tools.cli.output import (
+    as_seconds,
     print_json,
     refusing_bad_input,
     table_console,
@@ -29,9 +30,11 @@ class AdviseOptions(NamedTuple):
 
     library: Annotated[str, option(f"{', '.join(LIBRARIES)}.", "--for")]
     model: Annotated[Path, option("The model's config.json, as transformers writes it.")]
-    tokens: Annotated[str, option(TOKENS)]
+    num_tokens: Annotated[str, option(TOKENS)]
     machine: Annotated[str, option("A preset, or the path of a TOML file.")] = MACHINE
-    nodes: Annotated[int, option("Nodes of the machine.", min=1)] = 1
+    world_size: Annotated[
+        int | None, option("Devices in all; those of a node unless given.", min=2)
+    ] = None
     ranks: Annotated[
         int | None,
         option("Devices that share one sequence; all unless given. Others take others.", min=2),
@@ -43,9 +46,9 @@ def _advise(options: AdviseOptions) -> None:
     """Find the best setting that a library can legally run, its cost, and what it loses."""
     with refusing_bad_input():
         machine = read_machine_option(options.machine)
-        num_tokens = read_count("--tokens", options.tokens)
+        num_tokens = read_count("--num-tokens", options.num_tokens)
         model = read_model(options.model)
-        world_size = options.nodes * machine.node_size
+        world_size = options.world_size or machine.node_size
         with working(f"simulating settings of {options.library} for {world_size} devices"):
             advice = advise(
                 options.library, model, num_tokens, machine, world_size, ranks=options.ranks
@@ -101,10 +104,10 @@ def _print(
         split = setting.split
         plain(f"\n  {setting.options}\n")
         plain(
-            f"{setting.scheme}: {setting.seconds * 1e3:.4g} ms a sequence on {split.ranks} "
+            f"{setting.scheme}: {as_seconds(setting.seconds)} a sequence on {split.ranks} "
             f"devices, as {setting.plan}"
         )
-    plain(f"best plan: {advice.best.seconds * 1e3:.4g} ms")
+    plain(f"best plan: {as_seconds(advice.best.seconds)}")
     for candidate in advice.candidates:
         same = candidate.plan.name == candidate.backward_plan.name
         backward = "" if same else f", backward {candidate.backward_plan.name}"
@@ -115,8 +118,8 @@ def _print(
     plain(advice.verdict)
     if len(advice.by_ranks) > 1:
         plain("\nWith all devices at work, by those that share a sequence:")
-        table = table_of("devices", "ms a sequence", "setting")
+        table = table_of("devices", "a sequence", "setting")
         for one in advice.by_ranks:
-            table.add_row(str(one.split.ranks), f"{one.seconds_a_sequence * 1e3:.4g}", one.scheme)
+            table.add_row(str(one.split.ranks), as_seconds(one.seconds_a_sequence), one.scheme)
         console.print(table)
         plain("Where several do, take the fewest whose memory holds a sequence: they send least.")

@@ -13,6 +13,7 @@ from tilewise.tools.bench.case import BenchCase
 from tilewise.tools.bench.engine import planned_rows, run_cases
 from tilewise.tools.bench.grid import (
     FIELDS,
+    LENGTHS,
     BenchRun,
     GridField,
     contenders_of,
@@ -23,7 +24,8 @@ from tilewise.tools.bench.grid import (
 from tilewise.tools.bench.launched import Launched
 from tilewise.tools.bench.results import Results, Row
 from tilewise.tools.bench.rows import PlannedRow
-from tilewise.tools.cli.options import AsJson, command_of, option, read_machine_option
+from tilewise.tools.cli.examples import epilog
+from tilewise.tools.cli.options import AsJson, command_of, option, read_count, read_machine_option
 from tilewise.tools.cli.output import (
     counted,
     ending_on,
@@ -95,7 +97,8 @@ def _line(case: ReportCase) -> list[str]:
 def _list(name: str, field: GridField) -> tuple[str, Any, None]:
     """A field of a grid as an option that may be repeated: its name, type and default."""
     names = {"contender": ["--strategy"], "pass": ["--pass"]}.get(name, [])
-    many: Any = list[field.of] | None  # pyright: ignore[reportInvalidTypeForm]
+    of = str if name in LENGTHS else field.of  # 4096, or 4K
+    many: Any = list[of] | None  # pyright: ignore[reportInvalidTypeForm]
     return name.replace("pass", "passes"), Annotated[many, option(field.about, *names)], None
 
 
@@ -177,6 +180,10 @@ def _run(kind: str, options: BenchOptions, lists: Any) -> BenchRun:
         if lists.seed:
             raise ValueError(f"--draws ({options.draws}) and --seed both say which masks; give one")
         lists_of_options["seed"] = list(range(options.draws))
+    for name in LENGTHS:
+        option_name = f"--{name.replace('_', '-')}"
+        texts = vars(lists).get(name) or ()
+        lists_of_options[name] = [read_count(option_name, text) for text in texts]
     run = run.narrowed({**{name: vars(lists).get(name) for name in FIELDS}, **lists_of_options})
     return replace(run, timing=replace(run.timing, **times))
 
@@ -194,7 +201,8 @@ def _add(kind: str, about: str, *without: str) -> None:
         _bench(kind, options, lists)
 
     run.__name__, run.__doc__ = kind, about
-    bench_app.command()(command_of(run, BenchOptions, Lists, without=without))
+    command = command_of(run, BenchOptions, Lists, without=without)
+    bench_app.command(epilog=epilog(f"bench {kind}"))(command)
 
 
 LAB = "hosts", "ranks_per_host", "mbit", "limited"

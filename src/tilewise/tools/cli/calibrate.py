@@ -1,17 +1,19 @@
 """tilewise calibrate: measure this machine, into a file that plan and simulate read."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
 
 from tilewise.simulation.machine import Machine
-from tilewise.tools.calibration.measure import Settings, calibrate_here, last
+from tilewise.tools.calibration.measure import Settings, calibrate_here, last, other_work
 from tilewise.tools.cli.options import option
 from tilewise.tools.cli.output import (
     as_bytes,
     check_writable,
     ending_on,
+    print_error,
     print_plain,
     refusing_bad_input,
     working,
@@ -34,8 +36,12 @@ def calibrate(
     """Measure kernels, links, cores and overheads of this machine, and write them as TOML."""
     with refusing_bad_input():
         check_writable(output)
+        busy = other_work()  # before this command's own ranks add to the load
         with ending_on(RankError, before=""):
             machine = _measured(world_size, Settings(node_size))
+    if busy:
+        machine = replace(machine, source=f"{machine.source} {busy}")
+        print_error(f"tilewise: {busy}")
     if output is None:
         print_plain(machine.to_toml())
         return

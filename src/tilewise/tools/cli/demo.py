@@ -13,7 +13,7 @@ from tilewise.masks.base import Causal
 from tilewise.strategies.catalog import near_square
 from tilewise.strategies.mesh import mesh
 from tilewise.strategies.ring import ring
-from tilewise.tools.cli.options import AsJson, option
+from tilewise.tools.cli.options import TOKENS, AsJson, option, read_count
 from tilewise.tools.cli.output import (
     FAILED,
     as_bytes,
@@ -30,12 +30,12 @@ from tilewise.transport.processes import RankError
 
 def demo(
     world_size: Annotated[int, option("Local processes, from 1 to 16.")] = 4,
-    num_tokens: Annotated[int, option("Length of the sequence.")] = 1021,
+    num_tokens: Annotated[str, option(TOKENS)] = "1021",
     as_json: AsJson = False,
 ) -> None:
     """Run every strategy on real text over local processes, against dense attention."""
     with refusing_bad_input():
-        settings = Demo(world_size, num_tokens).checked()
+        settings = Demo(world_size, read_count("--num-tokens", num_tokens)).checked()
         cu_seqlens = settings.input()[1]
     with ending_on(RankError, before=""):
         names = [case.plan.name for case in cases(settings)]

@@ -19,7 +19,8 @@ from tilewise.tools.bench.case import BenchCase, LabNetwork, Timing
 from tilewise.tools.bench.our_strategies import Strategy, strategy
 from tilewise.tools.bench.worlds import Blamed, world_on
 from tilewise.tools.calibration.measure import TIMEOUT_SECONDS, Settings, last, on_rank
-from tilewise.tools.cli.options import AsJson, CaseOptions, command_of, option
+from tilewise.tools.cli.examples import epilog
+from tilewise.tools.cli.options import AsJson, CaseOptions, command_of, option, read_count
 from tilewise.tools.cli.output import (
     as_bytes,
     check_writable,
@@ -68,7 +69,7 @@ class LabOptions(NamedTuple):
         ),
     ] = None
     wire: Annotated[list[str] | None, option(f"Of every strategy in turn. {WIRE}")] = None
-    tokens_per_rank: Annotated[int, option("Tokens of each rank.", min=1)] = 128
+    tokens_per_rank: Annotated[str, option("Tokens of each rank, as in 128 or 2K.")] = "128"
     backward: Annotated[bool, option("Forward and backward, or forward alone.")] = False
     prune: Annotated[bool, option("Leave out what the mask makes needless.")] = True
     repeats: Annotated[int, option("Timed rounds.", min=1)] = 5
@@ -134,11 +135,11 @@ def calibrate(
         write_output(output, machine.to_toml())
 
 
-lab_app.command("run")(
+lab_app.command("run", epilog=epilog("lab run"))(
     command_of(run, LabOptions, CaseOptions, without=["num_tokens"], usual=USUAL)
 )
-lab_app.command("clean")(clean_command)
-lab_app.command("calibrate")(calibrate)
+lab_app.command("clean", epilog=epilog("lab clean"))(clean_command)
+lab_app.command("calibrate", epilog=epilog("lab calibrate"))(calibrate)
 
 
 def _case(options: LabOptions, about: CaseOptions) -> BenchCase:
@@ -149,7 +150,7 @@ def _case(options: LabOptions, about: CaseOptions) -> BenchCase:
     return BenchCase(
         "network",
         about.mask,
-        network.world_size * options.tokens_per_rank,
+        network.world_size * read_count("--tokens-per-rank", options.tokens_per_rank),
         *read_heads(about.heads),
         about.head_dim,
         dtype_name(about.dtype),
@@ -194,12 +195,12 @@ def _report(options: LabOptions, rows: list[ContestRow]) -> None:
         f"{rows[0].network}; {'forward and backward' if options.backward else 'forward'}.\n"
         "ratio: the first strategy's time over this one's, in the same repeat: median (range). "
         "bytes: the same by tw.volume, on the busiest NIC. line: time at line rate over time. "
-        "counted: at the switch, over tw.volume.\n",
+        "all sent: by all hosts together. counted: the same at the switch, over tw.volume.\n",
         highlight=False,
     )
     table = table_of(
         *("strategy", "seconds", "ratio", "range", "bytes"),
-        *("ratio/bytes", "line", "sent", "counted"),
+        *("ratio/bytes", "line", "all sent", "counted"),
     )
     for row in rows:
         counted = row.counted_bytes

@@ -32,6 +32,7 @@ from tilewise.strategies.catalog import MASK_AWARE
 from tilewise.strategies.tiled import tiled_layout
 from tilewise.tools.mask_report.figures import LAYOUTS
 from tilewise.tools.mask_report.named import mask_of
+from tilewise.tools.outside import is_outside, plan_of
 from tilewise.workload import Workload
 
 _COUNT = re.compile(r"(\d+)([kKmM]?)$")
@@ -106,7 +107,8 @@ PlanText = Annotated[
     str,
     typer.Argument(
         help=f'As in "mesh(16, q_tile=4)". Known: {", ".join(STRATEGIES)}; needed and tiled, which '
-        "see the mask; or a file of plan.to_json() or tilewise plan."
+        "see the mask; or a file of plan.to_json() or tilewise plan; or FILE.py:name, a plan or a "
+        "function of the number of ranks."
     ),
 ]
 WorldSize = Annotated[int | None, option("Ranks, where only a name is given.", min=1)]
@@ -218,7 +220,7 @@ def layout_of(name: str, mask: Mask, num_tokens: int, n: int) -> Layout:
 def read_plans(
     text: str, world_size: int | None, about: WorkOptions | None = None
 ) -> tuple[Plan, Candidate | None]:
-    """A strategy's plan; or that of a file, with its candidate where tilewise plan wrote it.
+    """A strategy's plan, one's own too; or a file's, with its candidate of tilewise plan if any.
 
     Args:
         about: what a strategy that sees the mask is made for; None: it needs none.
@@ -235,6 +237,8 @@ def read_plans(
             else aware.layout(mask, num_tokens, world_size, kv_bytes)
         )
         return aware.plan(mask, layout, kv_bytes), None
+    if is_outside(text):
+        return plan_of(text, world_size), None
     if Path(text).suffix != PLAN_FILE:
         return read_plan(text, world_size), None
     loaded = load_plan(text)

@@ -71,10 +71,16 @@ def write_output(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def check_writable(path: Path | None) -> None:
-    """Refuse a file that could not be written in the end, before the work begins."""
+def check_writable(path: Path | None, *, makes_folders: bool = False) -> None:
+    """Refuse a file that could not be written in the end, before the work begins.
+
+    Args:
+        makes_folders: folders that are missing will be made.
+    """
     if path is None:
         return
+    if makes_folders and not path.parent.exists():
+        return check_writable(path.parent, makes_folders=True)
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent} is no folder; make it, or write {path.name} elsewhere")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -170,6 +176,11 @@ def print_json(value: Any) -> None:
 def print_plain(text: str) -> None:
     """Text whose lines must not wrap or be coloured."""
     typer.echo(text, nl=not text.endswith("\n"))
+
+
+def as_seconds(seconds: float) -> str:
+    """A time as people compare it, in the unit that suits it: "1.234 ms", "139.6 s"."""
+    return quantity(seconds, "s", figures=4)
 
 
 def as_bytes(count: float) -> str:

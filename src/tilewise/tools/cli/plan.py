@@ -1,5 +1,6 @@
 """tilewise plan: the fastest ways to run a workload on a cluster, and why."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -9,7 +10,8 @@ from rich.table import Table
 
 from tilewise.planning.advisor import nearest_settings
 from tilewise.planning.candidate import Candidate
-from tilewise.planning.search import search
+from tilewise.planning.reasons import TIE
+from tilewise.planning.search import candidate_of, search
 from tilewise.simulation.network import LINKS
 from tilewise.tools.cli.options import (
     SHOWN_USUAL,
@@ -19,16 +21,19 @@ from tilewise.tools.cli.options import (
     option,
     read_bytes,
     read_machine_option,
+    read_plans,
     workload_of,
 )
 from tilewise.tools.cli.output import (
     as_bytes,
+    as_seconds,
     check_writable,
     print_json,
     refusing_bad_input,
     working,
     write_output,
 )
+from tilewise.tools.report.words import quantity
 from tilewise.workload import PRESETS, Workload
 
 SETTING = ("library", "options", "plan", "save", "seconds")
@@ -46,6 +51,10 @@ class PlanOptions(NamedTuple):
         None
     )
     top: Annotated[int, option("Rows of the table.", min=1)] = 10
+    strategy: Annotated[
+        list[str] | None,
+        option("A plan that is to be in the table, as in 'ulysses(64)'; may be repeated."),
+    ] = None
     output: Annotated[
         Path | None, option("Write the best plan to this file.", "--output", "-o")
     ] = None
@@ -60,6 +69,9 @@ def plan(options: PlanOptions, about: WorkOptions) -> None:
         preset = options.preset and Workload.preset(options.preset, options.world_size)
         work = workload_of(about, options.world_size, preset or None)
         check_writable(options.output)
+        asked_plans = [
+            read_plans(text, options.world_size, about)[0] for text in options.strategy or ()
+        ]
         task = f"searching plans for {options.world_size} ranks"
         with working(task) as progress:
             candidates = search(
@@ -70,6 +82,12 @@ def plan(options: PlanOptions, about: WorkOptions) -> None:
                 progress=lambda part: progress(f"{task}: {part}"),
             )
             best, candidates_shown = candidates[0], candidates[: options.top]
+            for asked_plan in asked_plans:
+                progress(f"{task}: {asked_plan.name}")
+                layout = asked_plan.made_for[1] if asked_plan.made_for else best.layout
+                laid_out = replace(work, layout=layout)
+                candidates_shown.append(candidate_of(asked_plan, laid_out, machine))
+            candidates_shown.sort(key=lambda candidate: _place(candidate, best))
             for number, candidate in enumerate(candidates_shown, 1):
                 progress(f"{task}: memory of plan {number} of {len(candidates_shown)}")
                 _ = candidate.peak_bytes  # counted when it is first read
@@ -82,6 +100,12 @@ def plan(options: PlanOptions, about: WorkOptions) -> None:
 
 
 plan_command = command_of(plan, PlanOptions, WorkOptions, usual=SHOWN_USUAL)
+
+
+def _place(candidate: Candidate, best: Candidate) -> tuple[bool, float]:
+    """Sort key in the table: by time, but what ties with the best comes after it."""
+    is_after = candidate is not best and TIE * candidate.seconds >= best.seconds
+    return is_after, candidate.seconds
 
 
 def _as_json(best: Candidate, candidates_shown: list[Candidate]) -> dict[str, Any]:
@@ -125,6 +149,10 @@ def _print(
         highlight=False,
     )
     console.print(_table(candidates_shown, console.width >= NARROW))
+    plain(
+        "Only plans that were simulated are in the table, of each strategy the best one. "
+        "--strategy adds another."
+    )
     if any(candidate.sampled or candidate.memory_sampled for candidate in candidates_shown):
         plain("~ is of a sample of the ranks; figures of the first plan are of all.")
     plain(best.reason)
@@ -134,7 +162,7 @@ def _print(
     for setting in nearest_settings(best):
         plain(
             f"{setting.library}: {setting.options}\n  does nearest, {setting.plan} with "
-            f"save={setting.save}: {setting.seconds * 1e3:.4g} ms, "
+            f"save={setting.save}: {as_seconds(setting.seconds)}, "
             f"{setting.seconds / best.seconds - 1:+.1%}",
             soft_wrap=True,
         )
@@ -152,8 +180,8 @@ def _table(candidates_shown: list[Candidate], is_wide: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("#", justify="right")
     table.add_column("strategy", overflow="fold")
-    parts = ["waiting\nms", "copies\nms"] * is_wide
-    for column in ("ms", *parts, *(f"sent\n{link}" for link in links), "memory"):
+    parts = ["waiting", "copies"] * is_wide
+    for column in ("time", *parts, *(f"sent\n{link}" for link in links), "memory"):
         table.add_column(column, justify="right", no_wrap=True)
     if is_wide:
         table.add_column("save", no_wrap=True)
@@ -163,10 +191,10 @@ def _table(candidates_shown: list[Candidate], is_wide: bool) -> Table:
             *(
                 str(number),
                 candidate.strategy,
-                f"{'~' * candidate.sampled}{candidate.seconds * 1e3:.4g}",
+                f"{'~' * candidate.sampled}{as_seconds(candidate.seconds)}",
             ),
             *[
-                f"{seconds * 1e3:.3g}"
+                quantity(seconds, "s")
                 for seconds in (candidate.exposed_seconds, candidate.overhead_seconds)
                 if is_wide
             ],
@@ -182,7 +210,7 @@ def _distance(best: Candidate) -> str:
     distances, sent_bytes = best.distances, best.sent_bytes
     text = (
         f"Kernels alone, at their best and equally shared, take "
-        f"{distances.compute_seconds * 1e3:.4g} ms, "
+        f"{as_seconds(distances.compute_seconds)}, "
         f"{distances.compute_seconds / best.seconds:.1%} of it."
     )
     if not distances.least_bytes:

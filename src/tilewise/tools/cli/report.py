@@ -1,5 +1,6 @@
 """tilewise report: a page to look at, of a plan file or of a benchmark's rows."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -7,6 +8,7 @@ import typer
 from rich.console import Console
 
 from tilewise.plan.ir import Plan
+from tilewise.planning.candidate import Candidate
 from tilewise.simulation.machine import Machine
 from tilewise.tools.cli.options import (
     SHOWN_USUAL,
@@ -54,12 +56,20 @@ class ReportOptions(NamedTuple):
 def _report(options: ReportOptions, about: WorkOptions) -> None:
     """Write one page that needs no network: what a plan does, or what a benchmark found.
 
-    A file of plan.to_json() is a plan alone: options say its workload and machine.
+    A file of plan.to_json() is a plan alone: options say its workload and machine. Those of a file
+    of tilewise plan are replaced by options; its table of plans, which is of others, is left out.
     """
     from tilewise.tools.report.report import read  # here, so that other commands start sooner
 
-    def described(plan: Plan) -> tuple[Workload, Machine]:
-        return workload_of(about, plan.world_size), read_machine_option(about.machine)
+    def described(plan: Plan, planned: Candidate | None) -> tuple[Workload, Machine]:
+        work = workload_of(
+            about, plan.world_size, planned and planned.own_work, plan.made_for if planned else None
+        )
+        if planned and about.machine is None:
+            return work, planned.machine
+        return work, read_machine_option(about.machine)
+
+    replaces = any(value is not None for value in asdict(about).values())
 
     files, csv = options.files, options.csv
     with refusing_bad_input():
@@ -68,14 +78,19 @@ def _report(options: ReportOptions, about: WorkOptions) -> None:
             raise ValueError(f"{folder} is a folder; give a file in it")
         page = files[0].with_suffix(PAGE) if options.output is None else options.output
         for path in filter(None, (page, csv)):
-            with refusing_unwritable():
-                path.parent.mkdir(parents=True, exist_ok=True)
-            check_writable(path)
+            check_writable(path, makes_folders=True)
         with working("reading") as progress:
             report = read(
-                files, csv is not None, full=options.full, progress=progress, about=described
+                files,
+                csv is not None,
+                full=options.full,
+                progress=progress,
+                about=described,
+                replaces=replaces,
             )
         with refusing_unwritable():
+            for path in filter(None, (page, csv)):
+                path.parent.mkdir(parents=True, exist_ok=True)
             written = report.write(page, csv)
     if options.as_json:
         print_json({"files": [str(path) for path in written], "lost_lines": report.num_lost})

@@ -21,6 +21,7 @@ from tilewise.tools.cli.options import (
 )
 from tilewise.tools.cli.output import (
     as_bytes,
+    as_seconds,
     check_writable,
     print_json,
     refusing_bad_input,
@@ -95,7 +96,7 @@ def _table(simulation: Simulation) -> Table:
     for label, name in PARTS.items():
         rows[label] = [max(getattr(u, name) for u in timeline.ranks) for timeline in passes]
     for label, values in rows.items():
-        table.add_row(label, *(f"{value * 1e3:.4g} ms" for value in values))
+        table.add_row(label, *map(as_seconds, values))
     for link in sorted(
         {link for timeline in passes for use in timeline.ranks for link in use.bytes_by_link}
     ):

@@ -13,7 +13,7 @@ from tilewise.tools.report import plan_charts
 from tilewise.tools.report.page import Fact, Page, Section, TextTable
 from tilewise.tools.report.studies import Studies, StudyEntry
 from tilewise.tools.report.timeline import timeline_figure
-from tilewise.tools.report.words import count, in_words, quantity, short, times
+from tilewise.tools.report.words import count, in_words, mask_words, quantity, short, times
 from tilewise.workload import Workload
 
 LONGEST_MASK = 200  # letters
@@ -113,7 +113,7 @@ def page_of(
     )
     lead = (
         f"{work.num_heads} query and {work.num_kv_heads} KV heads of {work.shown_widths}, "
-        f"{work.dtype}, {type(work.mask).__name__.lower()} mask, {_layout(work)} layout, on "
+        f"{work.dtype}, {mask_words(work.mask)} mask, {_layout(work)} layout, on "
         f"{subject.machine.name}. Every time on this page is simulated, of one layer's forward and "
         "backward pass."
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tilewise.plan.ir import Plan
-from tilewise.planning.candidate import load_plan
+from tilewise.planning.candidate import Candidate, load_plan
 from tilewise.simulation.machine import Machine
 from tilewise.tools.report import bench_report, plan_report
 from tilewise.tools.report.bench_cases import Row
@@ -37,16 +37,24 @@ def read(
     *,
     full: bool = False,
     progress: Callable[[str], object] = str,
-    about: Callable[[Plan], tuple[Workload, Machine]],
+    about: Callable[[Plan, Candidate | None], tuple[Workload, Machine]],
+    replaces: bool = False,
 ) -> Report:
     """The report of one plan file, or of one or more files of results.
 
     Args:
         with_rows: whether rows are wanted, which a plan file has none of.
         full, progress: as for plan_report.page_of.
-        about: the workload and machine of a file that is a plan alone.
+        about: the workload and machine of a plan; of a candidate's, its own with what replaces it.
+        replaces: whether a candidate's plan is to be shown for another workload or machine than
+            the file's.
     """
     if all(map(_holds_results, paths)):
+        if replaces:
+            raise ValueError(
+                f"{paths[0]} holds results, which say their workload; options such as "
+                "--num-tokens and --machine are for plan files"
+            )
         rows = bench_report.read_rows(paths)
         return Report(bench_report.page_of(rows), rows.rows, rows.num_lost)
     if len(paths) > 1:
@@ -56,17 +64,19 @@ def read(
     if with_rows:
         raise ValueError(f"--csv writes a benchmark's rows, but {paths[0]} is a plan file")
     try:
-        rows = load_plan(paths[0])
+        loaded = load_plan(paths[0])
     except ValueError as error:
         raise ValueError(
             f"{error}; a report is of a file of plan.to_json() or tilewise plan, or of results "
             f"({RESULTS}) of tilewise bench"
         ) from None
-    subject = (
-        plan_report.ReportedPlan(rows, *about(rows))
-        if isinstance(rows, Plan)
-        else plan_report.subject_of(rows)
-    )
+    if isinstance(loaded, Plan):
+        subject = plan_report.ReportedPlan(loaded, *about(loaded, None))
+    elif replaces:  # its table and its reason are of another workload
+        shown = about(loaded.plan, loaded)
+        subject = plan_report.ReportedPlan(loaded.plan, *shown, loaded.backward_plan)
+    else:
+        subject = plan_report.subject_of(loaded)
     return Report(plan_report.page_of(subject, full=full, progress=progress))
 
 

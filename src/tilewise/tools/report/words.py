@@ -3,15 +3,20 @@
 import ast
 import math
 
+from tilewise.masks.base import And, Mask, Window
+
 CROSS, NOTHING = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 PREFIXES = ("p", "n", "µ", "m", "", "k", "M", "G", "T", "P", "E")
 WHOLE = 4  # the place of no prefix
 COUNTED = ("B", "FLOP", "FLOP/s", "B/s")  # units that have no thousandths
 
 
-def quantity(value: float, unit: str = "") -> str:
+def quantity(value: float, unit: str = "", figures: int = 3) -> str:
     """Return a quantity as text, as in "12.3 ms" or "1.5 GB"; without a unit thousands
     are grouped.
+
+    Args:
+        figures: significant digits of a quantity with a unit.
     """
     if not math.isfinite(value):
         return NOTHING
@@ -25,7 +30,7 @@ def quantity(value: float, unit: str = "") -> str:
     lowest_power = 0 if unit in COUNTED else -WHOLE
     power = min(max(power, lowest_power), len(PREFIXES) - 1 - WHOLE)
     scaled = value / 1000.0**power
-    digits = f"{scaled:.0f}" if abs(scaled) >= 999.5 else f"{scaled:.3g}"
+    digits = f"{scaled:.0f}" if abs(scaled) >= 999.5 else f"{scaled:.{figures}g}"
     return f"{digits} {PREFIXES[power + WHOLE]}{unit}"
 
 
@@ -40,6 +45,21 @@ def count(number: int) -> str:
         if number >= 1 << power and number % (1 << power - 2) == 0:
             return f"{number / (1 << power):g}{letter}"
     return f"{number:,}"
+
+
+def mask_words(mask: Mask) -> str:
+    """A mask for a title, as in "causal & window(4095, 0)"; a mask of documents is "document"."""
+    if isinstance(mask, And):
+        parts = (
+            f"({mask_words(part)})"
+            if isinstance(part, And) and part.symbol != mask.symbol
+            else mask_words(part)
+            for part in (mask.a, mask.b)
+        )
+        return f" {mask.symbol} ".join(parts)
+    if isinstance(mask, Window):
+        return repr(mask).lower()
+    return type(mask).__name__.lower()
 
 
 def short(plan_name: str) -> str:
