@@ -28,7 +28,6 @@ from tilewise.verification.causes import Facts, classify
 from tilewise.verification.comparison import (
     Comparison,
     MatchedRows,
-    loss_difference,
     rows_of,
     step_errors,
 )
@@ -121,10 +120,7 @@ class Examination:
         ranks_without_number = [rank for rank, x in enumerate(losses) if not math.isfinite(x)]
         if ranks_without_number:
             return Diagnosis({"nan_loss": ", ".join(map(str, ranks_without_number))})
-        noise = max(abs((r.loss or 0.0) - whole_loss) for r in comparison.noisy)
-        difference_text = loss_difference(
-            comparison.whole, comparison.ranks, 4 * noise + 2 * comparison.eps * abs(whole_loss)
-        )
+        difference_text = comparison.loss_difference()
         if difference_text is not None:
             n, ratio = len(losses), sum(losses) / whole_loss if whole_loss else math.inf
             facts["loss_total"] = difference_text

@@ -15,7 +15,7 @@ from tilewise.arguments import checks_arguments, positive_number, require_known,
 from tilewise.transport.loopback import MOST_THREADS
 from tilewise.transport.processes import RankError, RankFailure
 from tilewise.verification.causes import Facts, Finding, classify, explained
-from tilewise.verification.comparison import Comparison, loss_difference, matched_positions
+from tilewise.verification.comparison import Comparison, matched_positions
 from tilewise.verification.diagnosis import Examination
 from tilewise.verification.image_models import (
     image_share,
@@ -222,9 +222,7 @@ def _undiagnosed(error: Exception, comparison: Comparison, deviations: list[Devi
     """Facts of runs that differ when their diagnosis failed; empty if they do not differ."""
     text = f"the diagnosis failed ({type(error).__name__}: {error})"
     wrong_names = [d.name for d in deviations if d.error > 1]
-    losses = loss_difference(
-        comparison.whole, comparison.ranks, comparison.eps * abs(comparison.whole.loss or 0.0)
-    )
+    losses = comparison.loss_difference()
     if wrong_names or losses:
         return {
             "undiagnosed": f"{text}; {len(wrong_names)} deviate, {losses or 'the loss does not'}"
