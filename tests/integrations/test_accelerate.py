@@ -83,6 +83,8 @@ def own_loop(rank: int) -> dict[str, Any]:
     found["generated"] = bare.generate(ids, max_new_tokens=5, do_sample=False)
     found["uncached"] = bare.generate(ids, max_new_tokens=5, do_sample=False, use_cache=False)
     found["counts"] = cp.num_processes, cp.process_index, cp.gather(torch.tensor([rank])).tolist()
+    with cp.split_between_processes(["a", "b"]) as share:
+        found["share"] = share
     found["sum"] = float(cp.reduce(torch.tensor(3.0)))
     found["saved"] = dict(cp.get_state_dict(model).items())
     return found
@@ -102,7 +104,7 @@ def test_a_loop_of_ones_own_has_whole_results_and_gradients():
     ((out.logits * kept).square().mean()).backward()
     ids = given["input_ids"][:1, :9]
     generated = model.eval().generate(ids, max_new_tokens=5, do_sample=False)
-    for got in on_processes(own_loop, 2):
+    for rank, got in enumerate(on_processes(own_loop, 2)):
         assert got["loss"] == pytest.approx(float(want.loss.detach()), rel=1e-6)
         assert got["logits with labels"] is None
         for name, x in want_gradients.items():
@@ -118,7 +120,8 @@ def test_a_loop_of_ones_own_has_whole_results_and_gradients():
         assert got["tuple"] == 1
         assert torch.equal(got["generated"], generated)
         assert torch.equal(got["uncached"], generated)
-        assert got["counts"] == (1, 0, [0])
+        assert got["counts"] == (1, rank, [0])  # one process alone is 0, and writes
+        assert got["share"] == ["a", "b"]
         assert got["sum"] == 3.0
         assert got["saved"].keys() == model.state_dict().keys()
     assert labels.shape == (ROWS, COLUMNS)
@@ -135,7 +138,8 @@ def sharded(rank: int) -> dict[str, Any]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     given = batch()
-    row = cp.process_index  # a data-parallel rank reads a row of its own
+    with cp.split_between_processes([0, 1]) as (row,):  # a data-parallel rank has its own row
+        pass
     out = model(**{name: x[row : row + 1] for name, x in given.items()})
     out.loss.backward()
     found = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}

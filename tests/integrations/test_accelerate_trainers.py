@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 pytest.importorskip("trl", reason="needs trl")
@@ -28,6 +29,9 @@ FEW = {
     ),
     "SFT, packed, LoRA": Run("sft", "gemma3", PACKED, lora=True),
     "SFT, padded, sinks": Run("sft", "gpt_oss", NO_BALANCE, columns="prompt"),
+    "Trainer, tokens masked by workers": Run(
+        "trainer", args={"dataloader_num_workers": 2}, masked=True
+    ),
     "DPO": Run("dpo", "qwen2"),
     "GRPO": Run("grpo"),
 }
@@ -122,6 +126,19 @@ def test_a_run_resumes_in_the_middle_of_an_epoch_and_its_adapters_load_unsplit(t
     adapters = {k: x.detach() for k, x in loaded.named_parameters() if "lora" in k}
     trained = {k: found["whole"][k] for k in adapters}
     assert adapters and largest_difference(adapters, trained) == 0
+
+
+@pytest.mark.parametrize(
+    "state_dict_type",
+    ["FULL_STATE_DICT", pytest.param("SHARDED_STATE_DICT", marks=pytest.mark.slow)],
+)
+def test_a_run_under_fsdp2_resumes_from_files_that_one_rank_wrote(state_dict_type: str, tmp_path):
+    run = Run("trainer", args={"optim": "adamw_torch"}).split(2)
+    for found in run_processes(2, resume, 2, run, str(tmp_path), state_dict_type):
+        assert largest_difference(found["resumed"], found["whole"]) == 0
+    if state_dict_type == "FULL_STATE_DICT":
+        saved = torch.load(tmp_path / "checkpoint-5" / "pytorch_model_fsdp.bin")
+        assert largest_difference(saved, found["whole"]) == 0
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ class Run:
         sizes: of the ParallelismConfig; none: nothing is split.
         metrics: evaluate with compute_metrics.
         own_loss: a compute_loss_func.
+        masked: the collator draws which tokens are masked.
     """
 
     trainer: str
@@ -47,6 +48,7 @@ class Run:
     iterable: bool = False
     metrics: bool = False
     own_loss: bool = False
+    masked: bool = False
     changes: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
 
@@ -91,16 +93,47 @@ def _run(run: Run, folder: str) -> dict[str, Any]:
     }
 
 
-def resume(rank: int, world_size: int, run: Run, folder: str) -> dict[str, Any]:
-    """A run, and one that goes on from its checkpoint of step 3: their parameters."""
+def use_fsdp2(state_dict_type: str) -> None:
+    """Let an Accelerator of this process take FSDP2, on the CPU too."""
+    from types import SimpleNamespace
+
+    from accelerate import state
+    from accelerate.utils import DistributedType
+
+    os.environ.update(
+        ACCELERATE_USE_FSDP="true",
+        FSDP_VERSION="2",
+        FSDP_STATE_DICT_TYPE=state_dict_type,
+        FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
+        FSDP_CPU_RAM_EFFICIENT_LOADING="false",
+    )
+    kinds: Any = SimpleNamespace(**DistributedType.__members__)
+    kinds.MULTI_HPU = DistributedType.MULTI_CPU  # in the list of devices on which FSDP runs
+    state.DistributedType = kinds
+
+
+def resume(
+    rank: int, world_size: int, run: Run, folder: str, state_dict_type: str | None = None
+) -> dict[str, Any]:
+    """A run, and one that goes on from its checkpoint of step 3: their parameters.
+
+    Args:
+        state_dict_type: of FSDP2; None: DDP.
+    """
     train(rank, world_size, {}, folder)
+    if state_dict_type is not None:
+        use_fsdp2(state_dict_type)
     found = {}
     for name, checkpoint in (("whole", None), ("resumed", f"{folder}/checkpoint-3")):
         trainer = _trainer(replace(run, args={**run.args, **SAVES}), folder)
         trainer.train(resume_from_checkpoint=checkpoint)
         model = trainer.accelerator.unwrap_model(trainer.model)
-        found[name] = {k: x.detach().clone() for k, x in model.named_parameters()}
+        found[name] = {k: _whole(x).detach().clone() for k, x in model.named_parameters()}
     return found
+
+
+def _whole(x: Any) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def _numbers(log: Mapping[str, Any]) -> dict[str, float]:
@@ -139,7 +172,7 @@ def _plain(run: Run, model: Any, folder: str, given: Any) -> Any:
         TrainingArguments(folder, **given),
         train_dataset=data,
         eval_dataset=data[:7],
-        data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+        data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm=run.masked),
         **measured,
     )
 
@@ -289,6 +322,7 @@ def tokenizer() -> Any:
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore
     special = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), names, strict=True))
+    special["mask_token"] = "<unk>"
     return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=CHAT, **special)
 
 

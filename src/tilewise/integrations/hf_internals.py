@@ -1,16 +1,18 @@
 """Private names of transformers, accelerate and TRL, all in this file.
 
-The ranks that share a row are one process for a Trainer's bookkeeping: gathering takes each row
-once, and counts of processes count data-parallel ranks. transformers 5.23, accelerate 1.15 and TRL
-1.16 ask for this in several places, which are replaced here, for an Accelerator whose
-ParallelismConfig is ours alone.
+The ranks that share a row count as one where rows are counted: gathering takes each row once,
+num_processes is the number of data-parallel ranks, and seeds of workers and shares of a list go by
+the row. process_index stays the rank, by which accelerate, transformers and scripts choose the one
+that writes a file, and name files. transformers 5.23, accelerate 1.15 and TRL 1.16 ask for this in
+several places, which are replaced here, for an Accelerator whose ParallelismConfig is ours alone.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -48,19 +50,26 @@ def size_of(config: Any) -> int:
 class SplitAccelerator:
     """The methods that an Accelerator of ours has in place of its own.
 
-    Ranks of one row count as one process, except where data loaders are dealt out: there accelerate
-    takes them together by its mesh.
+    Attributes:
+        deals_to_ranks: while data loaders are dealt out: num_processes counts all ranks, of which
+            accelerate takes those of one row together by its mesh.
+        cuts_rows: while TRL cuts a row's share out of what was gathered: process_index is the row.
     """
 
-    _counts_all = False
+    deals_to_ranks = False
+    cuts_rows = False
 
     @property
     def num_processes(self) -> int:
-        return super().num_processes // (1 if self._counts_all else self._row_ranks)  # type: ignore[misc]
+        """Ranks that have rows of their own; for functions that save and load FSDP, all ranks."""
+        all_ranks = super().num_processes  # type: ignore[misc]
+        saves = sys._getframe(1).f_globals.get("__name__") == "accelerate.utils.fsdp_utils"
+        return all_ranks if self.deals_to_ranks or saves else all_ranks // self._row_ranks
 
     @property
     def process_index(self) -> int:
-        return super().process_index // (1 if self._counts_all else self._row_ranks)  # type: ignore[misc]
+        """This rank, so that one alone is 0 and writes."""
+        return super().process_index // (self._row_ranks if self.cuts_rows else 1)  # type: ignore[misc]
 
     @property
     def is_last_process(self) -> bool:
@@ -91,11 +100,17 @@ class SplitAccelerator:
         return super().prepare_model(model, *args, **given)  # type: ignore[misc]
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **given: Any) -> Any:
-        self._counts_all = True
+        self.deals_to_ranks = True
         try:
             return super().prepare_data_loader(data_loader, *args, **given)  # type: ignore[misc]
         finally:
-            self._counts_all = False
+            self.deals_to_ranks = False
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Deal a list out to rows; the ranks that share a row get the same."""
+        with _row_state().split_between_processes(inputs, apply_padding) as share:
+            yield share
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         from accelerate.utils import operations
@@ -144,6 +159,26 @@ def split_accelerator(accelerator: Any) -> None:
         accelerator.__class__ = _split_class(type(accelerator))
 
 
+class RowCount:
+    """The state of this process, with rows in place of processes."""
+
+    _shared_state: dict[str, Any]
+
+    @property
+    def num_processes(self) -> int:
+        return self._shared_state["num_processes"] // split_size()
+
+    @property
+    def process_index(self) -> int:
+        return self._shared_state["process_index"] // split_size()
+
+
+def _row_state() -> Any:
+    from accelerate.state import PartialState
+
+    return type("PartialState", (RowCount, PartialState), {})()
+
+
 @functools.cache
 def install() -> None:
     """Replace what accelerate and transformers ask of processes, once in a process."""
@@ -151,16 +186,8 @@ def install() -> None:
     from accelerate.state import AcceleratorState
     from accelerate.utils import operations, random
 
-    class RowState(AcceleratorState):
-        """Processes counted as rows are: schedulers step, and seeds differ, by these."""
-
-        @property
-        def num_processes(self) -> int:
-            return self._shared_state["num_processes"] // split_size()
-
-        @property
-        def process_index(self) -> int:
-            return self._shared_state["process_index"] // split_size()
+    class RowState(RowCount, AcceleratorState):
+        """Schedulers step, and seeds differ, by rows."""
 
     scheduler.AcceleratorState = random.AcceleratorState = RowState
     operations._gpu_gather = _once_a_row(operations._gpu_gather, operations)
@@ -171,7 +198,9 @@ def install() -> None:
         return
     arguments: Any = transformers.TrainingArguments
     trainer: Any = transformers.Trainer
-    arguments.world_size = property(_world_size(arguments.world_size.fget))
+    rows = ("_get_train_sampler",)  # BatchRebalanceSampler deals out by itself
+    arguments.world_size = _by_row(arguments.world_size, ("__post_init__", *rows))
+    arguments.process_index = _by_row(arguments.process_index, ("_get_dataloader", *rows), least=0)
     create = trainer.create_accelerator_and_postprocess
     trainer.create_accelerator_and_postprocess = _with_split(create)
     trainer._get_num_items_in_batch = _undivided(trainer._get_num_items_in_batch)
@@ -206,18 +235,23 @@ def _objects_once_a_row(gather: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return gather_rows
 
 
-def _world_size(world_size: Any) -> Callable[[Any], int]:
+def _by_row(number: property, callers: tuple[str, ...], least: int = 1) -> property:
+    """A number of TrainingArguments, which some functions of transformers ask for by row.
+
+    Args:
+        number: world_size or process_index: of all processes, for who writes and names files.
+        callers: __post_init__ divides GRPO's generation_batch_size by world_size, _get_dataloader
+            seeds workers by process_index.
+    """
+    of_processes: Any = number.fget
+
     def of_arguments(self: Any) -> int:
-        """All processes; while a configuration is checked, those that have rows of their own.
-
-        GRPOConfig divides generation_batch_size by it.
-        """
         size = size_of(self.parallelism_config)
-        if size > 1 and sys._getframe(1).f_code.co_name == "__post_init__":
-            return max(1, world_size(self) // size)
-        return world_size(self)
+        if size > 1 and sys._getframe(1).f_code.co_name in callers:
+            return max(least, of_processes(self) // size)
+        return of_processes(self)
 
-    return of_arguments
+    return property(of_arguments)
 
 
 def _undivided(count: Callable[..., Any]) -> Callable[..., Any]:
@@ -294,9 +328,14 @@ def _adapt(trainer: Any) -> None:
 
         @functools.wraps(complete)
         def completions(*args: Any, **given: Any) -> Any:
-            group = trainer.accelerator.torch_device_mesh["cp"].get_group()
+            accelerator = trainer.accelerator
+            group = accelerator.torch_device_mesh["cp"].get_group()
             _share_random_state(group)
-            made = from_first_rank(complete(*args, **given), group)
+            accelerator.cuts_rows = True
+            try:
+                made = from_first_rank(complete(*args, **given), group)
+            finally:
+                accelerator.cuts_rows = False
             _share_random_state(group)  # TRL shuffles them next
             return made
 
