@@ -32,6 +32,7 @@ FEW = {
     "Trainer, tokens masked by workers": Run(
         "trainer", args={"dataloader_num_workers": 2}, masked=True
     ),
+    "Trainer, evaluated first": Run("trainer", evaluates_first=True),
     "DPO": Run("dpo", "qwen2"),
     "GRPO": Run("grpo"),
 }
@@ -48,6 +49,11 @@ MANY = {
         "trainer", args={"gradient_accumulation_steps": 2}, own_loss=True
     ),
     "compiled by inductor": Run("trainer", args={"torch_compile": True}),
+    "compiled, evaluated first": Run(
+        "trainer",
+        args={"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        evaluates_first=True,
+    ),
     "RLOO": Run("rloo", "qwen3"),
     "Trainer, Llama 4's chunks": Run("trainer", "llama4"),
     "Trainer, gated delta rules": Run("trainer", "Qwen3Next"),

@@ -37,6 +37,7 @@ class Run:
         metrics: evaluate with compute_metrics.
         own_loss: a compute_loss_func.
         masked: the collator draws which tokens are masked.
+        evaluates_first: before it trains.
     """
 
     trainer: str
@@ -49,6 +50,7 @@ class Run:
     metrics: bool = False
     own_loss: bool = False
     masked: bool = False
+    evaluates_first: bool = False
     changes: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
 
@@ -73,6 +75,8 @@ def _run(run: Run, folder: str) -> dict[str, Any]:
         for callback in list(trainer.callback_handler.callbacks):
             if "Printer" in type(callback).__name__:
                 trainer.remove_callback(callback)
+        if run.evaluates_first:
+            trainer.evaluate()
         trainer.train()
         evaluated = trainer.evaluate() if trainer.eval_dataset is not None else {}
     except ValueError as error:

@@ -95,9 +95,35 @@ class SplitAccelerator:
                 self._split(model)
         return super().prepare(*args, **given)  # type: ignore[misc]
 
-    def prepare_model(self, model: nn.Module, *args: Any, **given: Any) -> Any:
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Split and prepare a model. One that only evaluated is prepared anew when it trains.
+
+        accelerate would return it as it is, without DDP: each rank would train by itself.
+        """
         self._split(model)
-        return super().prepare_model(model, *args, **given)  # type: ignore[misc]
+        if not evaluation_mode:
+            self.forget_evaluation(model)
+        evaluates = evaluation_mode and not getattr(model, "_is_accelerate_prepared", False)
+        prepared = super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[misc]
+        if evaluates:
+            model._tilewise_evaluates = True  # pyright: ignore[reportArgumentType]
+        return prepared
+
+    def forget_evaluation(self, model: nn.Module) -> bool:
+        """Undo that a model was prepared to evaluate; return False if it was not."""
+        if not vars(model).pop("_tilewise_evaluates", False):
+            return False
+        self._models: list[Any]
+        self._models = [
+            x
+            for x in self._models
+            if self.unwrap_model(x, keep_torch_compile=False) is not model  # type: ignore[attr-defined]
+        ]
+        self.unwrap_model(model, keep_fp32_wrapper=False)  # type: ignore[attr-defined]
+        model._is_accelerate_prepared = False  # pyright: ignore[reportArgumentType]
+        return True
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **given: Any) -> Any:
         self.deals_to_ranks = True
@@ -323,6 +349,15 @@ def _adapt(trainer: Any) -> None:
             return predict(model, inputs, prediction_loss_only, *args, **given)
 
     trainer.prediction_step = prediction_step
+    train = trainer.train
+
+    @functools.wraps(train)
+    def train_anew(*args: Any, **given: Any) -> Any:
+        if trainer.accelerator.forget_evaluation(trainer.model):
+            trainer.model_wrapped = trainer.model  # where evaluation compiled it
+        return train(*args, **given)
+
+    trainer.train = train_anew
     if hasattr(trainer, "_generate_and_score_completions"):
         complete = trainer._generate_and_score_completions
 
