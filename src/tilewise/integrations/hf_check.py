@@ -69,6 +69,23 @@ def refusal(
     text_config = config.get_text_config(decoder=True)
     splits_states = has_state_functions(text_config)
     error = refused_model(text_config, splits_states=splits_states)
+def refused_loss(model: nn.Module) -> str | None:
+    """Return why a model may be called without labels alone; None if its own loss is right too.
+
+    Raises:
+        ValueError: as of check_model, if its rows are wrong as well.
+    """
+    try:
+        check_model(model)
+    except ValueError as error:
+        try:
+            check_model(model, loss=False)
+        except ValueError:
+            raise error from None
+        return str(error)
+    return None
+
+
     if error is None and not uses_attention_interface(model_class, splits_states):
         error = f"{model_class.__name__} does not use transformers' AttentionInterface"
     if error is None and numerical:

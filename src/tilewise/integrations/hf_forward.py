@@ -32,7 +32,8 @@ from tilewise.arguments import Reduction
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED
 from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
-from tilewise.integrations.hf_check import base_model, check_model
+from tilewise.integrations.hf_check import base_model, refused_loss
+from tilewise.integrations.hf_labels import given_labels
 from tilewise.integrations.hf_plan import choose_layouts, may_choose, work_to_plan
 from tilewise.integrations.hf_proof import is_masked
 from tilewise.integrations.hf_rope import RopeLengths
@@ -86,7 +87,8 @@ def split_forward(
         group: ProcessGroup of the ranks that share each row.
         strategy, reduction: as ContextParallel takes them.
     Raises:
-        ValueError: as of check_model and base_model.
+        ValueError: as of check_model and base_model. A model that only has a wrong loss is split,
+            and its calls with labels are refused.
     """
     base = base_model(model)
     if hasattr(base, "_tilewise_rows"):
@@ -95,8 +97,7 @@ def split_forward(
         if getattr(base.config.get_text_config(decoder=True), "output_router_logits", False):
             name = "output_router_logits"
             raise ValueError(f"{name}=True cannot be honoured by a split model: {ADVICE[name]}")
-        check_model(base)
-        split = SplitForward(base, group, strategy, reduction)
+        split = SplitForward(base, group, strategy, reduction, refused_loss(base))
         base._tilewise_rows = split
         _use_attention(base)
         if any(hasattr(module, "get_rope_index") for module in base.modules()):
@@ -196,11 +197,13 @@ class SplitForward:
         strategy: Literal["auto"] | Plan,
         reduction: Reduction = "fast",
     ) -> None:
+        loss_refusal: str | None = None,
         text = base.config.get_text_config(decoder=True)
         self.group = group
         self.strategy: Literal["auto"] | Plan = strategy
         self.reduction: Reduction = reduction
         self.transport = transport_for(group)
+        self.loss_refusal = loss_refusal
         self.masked = is_masked(type(base))
         self.counts_kept = text.model_type in COUNTS_TOKENS
         self.counts_images = False
@@ -274,6 +277,8 @@ class SplitForward:
         if not isinstance(tokens, Tensor) or tokens.ndim < 2:
             raise ValueError("pass input_ids [rows, columns], or inputs_embeds")
         _refuse_others(given)
+        if self.loss_refusal is not None and given_labels(given):
+            raise ValueError(self.loss_refusal)
         rows = packed(
             tokens,
             given.get("attention_mask"),
