@@ -67,8 +67,12 @@ def own_loop(rank: int) -> dict[str, Any]:
     given = batch()
     out = model(**given)
     cp.backward(out.loss)
-    found: dict[str, Any] = {"loss": out.loss.detach(), "logits with labels": out.logits}
-    found["gradients"] = gradients(model)
+    found: dict[str, Any] = {"loss": out.loss.detach(), "gradients": gradients(model)}
+    model.zero_grad()
+    out = model(**given)  # a loss of the user's own, of logits beside the model's loss
+    entropy = torch.logsumexp(out.logits, -1)[:, :-1].mean() + 2 * out.logits[:, 3].square().mean()
+    cp.backward(entropy)
+    found |= {"logits with labels": out.logits + 0, "gradients beside": gradients(model)}
     model.zero_grad()
     given.pop("labels")
     out = model(**given, output_hidden_states=True)
@@ -106,18 +110,24 @@ def test_a_loop_of_ones_own_has_whole_results_and_gradients():
     generated = model.eval().generate(ids, max_new_tokens=5, do_sample=False)
     for rank, got in enumerate(on_processes(own_loop, 2)):
         assert got["loss"] == pytest.approx(float(want.loss.detach()), rel=1e-6)
-        assert got["logits with labels"] is None
         for name, x in want_gradients.items():
-            torch.testing.assert_close(got["gradients"][name], x, rtol=1e-4, atol=1e-6)
+            close(got["gradients"][name], x)
+        for name, x in want_of_logits.items():
+            close(got["gradients of logits"][name], x)
+    want_of_logits = gradients(model)
+    model.zero_grad()
+    logits = model(**given).logits * kept
+    (torch.logsumexp(logits, -1)[:, :-1].mean() + 2 * logits[:, 3].square().mean()).backward()
         for name, x in gradients(model).items():
-            torch.testing.assert_close(got["gradients of logits"][name], x, rtol=1e-4, atol=1e-6)
+            close(got["gradients beside"][name], x)
+        assert torch.equal(got["logits with labels"], got["logits"])
         torch.testing.assert_close(
             got["logits"], (out.logits * kept).detach(), rtol=1e-4, atol=1e-5
         )
         hidden = (out.hidden_states[1] * kept).detach()
         torch.testing.assert_close(got["hidden"], hidden, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(got["some"], got["logits"][:, -4:], rtol=1e-5, atol=1e-6)
-        assert got["tuple"] == 1
+        assert got["tuple"] == 2
         assert torch.equal(got["generated"], generated)
         assert torch.equal(got["uncached"], generated)
         assert got["counts"] == (1, rank, [0])  # one process alone is 0, and writes

@@ -38,6 +38,7 @@ from tilewise.integrations.hf_plan import choose_layouts, may_choose, work_to_pl
 from tilewise.integrations.hf_proof import is_masked
 from tilewise.integrations.hf_rope import RopeLengths
 from tilewise.integrations.hf_states import CACHES, documents_of_call, split_call, wire
+from tilewise.integrations.late_gather import LateGather
 from tilewise.integrations.whole_rows import PackedRows, labels_of_rows, packed
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Full
@@ -130,7 +131,7 @@ def unsplit() -> Iterator[None]:
 
 @contextmanager
 def whole_logits(wanted: bool = True) -> Iterator[None]:
-    """Calls with labels return the whole logits as well, gathered on every rank."""
+    """Calls with labels return the whole logits at once, and not when they are first used."""
     before, _state.whole_logits = _state.whole_logits, wanted
     try:
         yield
@@ -353,7 +354,9 @@ class SplitForward:
                 mask = call.whole_labels != IGNORED
                 return mask[:, :-1] if call.cuts_last else mask
             case "logits":
-                return self._whole_logits(call, x) if call.gathers_logits else None
+                if x is None or call.gathers_logits:
+                    return None if x is None else self._whole_logits(call, x)
+                return LateGather(lambda: self._whole_logits(call, x))
             case "hidden_states":
                 return tuple(call.rows.put(_gathered(layer, call.cp)) for layer in x)
             case _ if name in CACHES:
