@@ -252,3 +252,12 @@ def test_cp_size_of_1_is_accelerates_own():
     config = ParallelismConfig(dp_replicate_size=2)
     assert not config.splits_forward
     assert config.non_dp_dim_names == []
+def test_sizes_are_given_by_name_and_shown():
+    with pytest.raises(ValueError, match=r"sizes \(2\) must be given by name: .*cp_size=2"):
+        ParallelismConfig(2)
+    config = ParallelismConfig(cp_size=2, strategy=tw.ring(2))
+    assert repr(copy.deepcopy(config)) == (
+        f"ParallelismConfig(cp_size=2, strategy={tw.ring(2)!r}, reduction='fast')"
+    )
+
+
