@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -169,6 +172,24 @@ def test_trainers_and_settings_that_cannot_be_split_are_refused_before_the_first
     assert "neftune_noise_alpha (5.0) cannot be honoured" in first["noise"]["error"]
     assert "router_aux_loss_coef=0.0" in first["balance"]["error"]
     assert "PROMPT_TUNING puts tokens of its own" in first["prompt"]["error"]
+
+
+def test_completions_are_counted_by_row_where_rows_were_split_after_parsing():
+    from tilewise.integrations.hf_internals import count_completions, refused_completions
+
+    given = {"per_device_train_batch_size": 4, "world_size": 4, "steps_per_generation": 2}
+    args = SimpleNamespace(**given, generation_batch_size=32, num_generations=8)
+    count_completions(args, 2)
+    assert args.generation_batch_size == 16
+    rows = SimpleNamespace(num_processes=2)
+    assert refused_completions(args, rows) is None
+    args.num_generations = 5
+    text = (
+        r"num_generations \(5\) must divide the 16 completions .* \(4\) on 2 ranks .* \(2\)"
+    )
+    assert re.search(text, str(refused_completions(args, rows)))
+    args.use_vllm = True
+    assert "use_vllm (True) cannot be honoured" in str(refused_completions(args, rows))
 
 
 def test_reward_trainers_are_refused_by_name():
