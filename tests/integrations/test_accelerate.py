@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from typing import Any
 
 import pytest
@@ -59,6 +60,11 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in found.items() if x is not None}
 
 
+def close(got: Tensor, want: Tensor) -> None:
+    """Gradients within rounding, which is relative to the largest where they cancel."""
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+
 def own_loop(rank: int) -> dict[str, Any]:
     """Calls of a prepared model, as a script makes them."""
     whole = build("gemma3")
@@ -107,6 +113,10 @@ def test_a_loop_of_ones_own_has_whole_results_and_gradients():
     # Where padding is, transformers has a result that depends on its kernel, and we have 0.
     ((out.logits * kept).square().mean()).backward()
     ids = given["input_ids"][:1, :9]
+    want_of_logits = gradients(model)
+    model.zero_grad()
+    logits = model(**given).logits * kept
+    (torch.logsumexp(logits, -1)[:, :-1].mean() + 2 * logits[:, 3].square().mean()).backward()
     generated = model.eval().generate(ids, max_new_tokens=5, do_sample=False)
     for rank, got in enumerate(on_processes(own_loop, 2)):
         assert got["loss"] == pytest.approx(float(want.loss.detach()), rel=1e-6)
@@ -114,10 +124,6 @@ def test_a_loop_of_ones_own_has_whole_results_and_gradients():
             close(got["gradients"][name], x)
         for name, x in want_of_logits.items():
             close(got["gradients of logits"][name], x)
-    want_of_logits = gradients(model)
-    model.zero_grad()
-    logits = model(**given).logits * kept
-    (torch.logsumexp(logits, -1)[:, :-1].mean() + 2 * logits[:, 3].square().mean()).backward()
         for name, x in gradients(model).items():
             close(got["gradients beside"][name], x)
         assert torch.equal(got["logits with labels"], got["logits"])
@@ -135,6 +141,58 @@ def test_a_loop_of_ones_own_has_whole_results_and_gradients():
         assert got["sum"] == 3.0
         assert got["saved"].keys() == model.state_dict().keys()
     assert labels.shape == (ROWS, COLUMNS)
+
+
+class Critic(nn.Module):
+    """A head of its own on a model of transformers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.head = model, nn.Linear(model.config.hidden_size, 1)  # pyright: ignore
+        nn.init.normal_(self.head.weight, generator=torch.Generator().manual_seed(4))
+
+    def forward(self, **given: Tensor) -> Tensor:
+        hidden = self.model(**given).last_hidden_state
+        kept = given["attention_mask"][..., None]
+        return (self.head(hidden) * kept).square().sum() / kept.sum()
+
+
+def held(rank: int) -> dict[str, Any]:
+    """A model within another module is split; of what is not, there is word."""
+    cp = accelerator(cp_size=2)
+    whole = Critic(build("llama").model)
+    model = cp.prepare(copy.deepcopy(whole))
+    bare = cp.unwrap_model(model)
+    rows: list[int] = []
+    bare.model.norm.register_forward_hook(lambda *x: rows.append(x[-1].shape[1]))
+    given = {k: x for k, x in batch().items() if k != "labels"}
+    loss = model(**given)
+    cp.backward(loss)
+    found: dict[str, Any] = {"loss": loss.detach(), "gradients": gradients(model), "rows": rows}
+    for module in (nn.Linear(2, 2), nn.ModuleList([build("llama"), build("qwen2")])):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            cp.prepare_model(module)
+        found[type(module).__name__] = [str(x.message) for x in said if "split" in str(x.message)]
+    return found
+
+
+def test_a_model_within_another_module_is_split_and_what_is_not_is_said():
+    want = Critic(build("llama").model)
+    given = {k: x for k, x in batch().items() if k != "labels"}
+    loss = want(**given)
+    loss.backward()
+    ranks = on_processes(held, 2)
+    tokens = int(given["attention_mask"].sum())
+    assert sum(rows for got in ranks for rows in got["rows"]) == tokens
+    assert max(rows for got in ranks for rows in got["rows"]) < tokens
+    for got in ranks:
+        assert got["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
+        for name, x in gradients(want).items():
+            close(got["gradients"][name], x)
+    (none,), (two,) = ranks[0]["Linear"], ranks[0]["ModuleList"]
+    assert "Linear is not split: each of the 2 ranks" in none and "it holds none" in none
+    assert "it holds LlamaForCausalLM, Qwen2ForCausalLM" in two
 
 
 def sharded(rank: int) -> dict[str, Any]:
@@ -166,7 +224,7 @@ def test_fsdp2_averages_over_data_parallel_and_cp_ranks():
     for got in ranks:
         assert got["loss"] == pytest.approx(float(losses[got["row"]].detach()), rel=1e-6)
         for name, x in gradients(model).items():
-            torch.testing.assert_close(got["gradients"][name], x, rtol=1e-4, atol=1e-6)
+            close(got["gradients"][name], x)
 
 
 def refused(rank: int) -> dict[str, str]:
@@ -248,10 +306,6 @@ def test_sizes_that_cannot_be_combined(sizes: dict, message: str):
         ParallelismConfig(**sizes)
 
 
-def test_cp_size_of_1_is_accelerates_own():
-    config = ParallelismConfig(dp_replicate_size=2)
-    assert not config.splits_forward
-    assert config.non_dp_dim_names == []
 def test_sizes_are_given_by_name_and_shown():
     with pytest.raises(ValueError, match=r"sizes \(2\) must be given by name: .*cp_size=2"):
         ParallelismConfig(2)
@@ -261,3 +315,7 @@ def test_sizes_are_given_by_name_and_shown():
     )
 
 
+def test_cp_size_of_1_is_accelerates_own():
+    config = ParallelismConfig(dp_replicate_size=2)
+    assert not config.splits_forward
+    assert config.non_dp_dim_names == []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -66,6 +67,7 @@ def train(rank: int, world_size: int, runs: Mapping[str, Run], folder: str) -> d
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore  # data loaders fork
     return {name: _run(run, folder) for name, run in runs.items()}
 
 

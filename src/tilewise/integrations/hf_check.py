@@ -33,6 +33,18 @@ def base_model(model: nn.Module) -> Any:
     return model.get_base_model()  # pyright: ignore[reportCallIssue]
 
 
+def models_inside(module: nn.Module) -> list[nn.Module]:
+    """The models of transformers, or that PEFT made of one, that a module is or holds; of models
+    that lie in each other the outermost.
+    """
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel) or type(module).__module__.startswith("peft."):
+        return [module]
+    found = [model for child in module.children() for model in models_inside(child)]
+    return list({id(model): model for model in found}.values())
+
+
 @checks_arguments
 def check_model(model: nn.Module, *, numerical: bool = True, loss: bool = True) -> None:
     """Raise ValueError if a model of transformers cannot run with its sequence split.
@@ -57,18 +69,6 @@ def check_model(model: nn.Module, *, numerical: bool = True, loss: bool = True) 
         raise ValueError(error)
 
 
-def refusal(
-    model_class: type,
-    config: Any,
-    *,
-    numerical: bool = True,
-    loss: bool = True,
-    loss_function: Any = None,
-) -> str | None:
-    """Why a model of this class and configuration is refused by check_model; None if it is not."""
-    text_config = config.get_text_config(decoder=True)
-    splits_states = has_state_functions(text_config)
-    error = refused_model(text_config, splits_states=splits_states)
 def refused_loss(model: nn.Module) -> str | None:
     """Return why a model may be called without labels alone; None if its own loss is right too.
 
@@ -86,6 +86,18 @@ def refused_loss(model: nn.Module) -> str | None:
     return None
 
 
+def refusal(
+    model_class: type,
+    config: Any,
+    *,
+    numerical: bool = True,
+    loss: bool = True,
+    loss_function: Any = None,
+) -> str | None:
+    """Why a model of this class and configuration is refused by check_model; None if it is not."""
+    text_config = config.get_text_config(decoder=True)
+    splits_states = has_state_functions(text_config)
+    error = refused_model(text_config, splits_states=splits_states)
     if error is None and not uses_attention_interface(model_class, splits_states):
         error = f"{model_class.__name__} does not use transformers' AttentionInterface"
     if error is None and numerical:

@@ -197,14 +197,14 @@ class SplitForward:
         group: Any,
         strategy: Literal["auto"] | Plan,
         reduction: Reduction = "fast",
-    ) -> None:
         loss_refusal: str | None = None,
+    ) -> None:
         text = base.config.get_text_config(decoder=True)
         self.group = group
         self.strategy: Literal["auto"] | Plan = strategy
         self.reduction: Reduction = reduction
-        self.transport = transport_for(group)
         self.loss_refusal = loss_refusal
+        self.transport = transport_for(group)
         self.masked = is_masked(type(base))
         self.counts_kept = text.model_type in COUNTS_TOKENS
         self.counts_images = False
@@ -277,9 +277,9 @@ class SplitForward:
             tokens = given.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.ndim < 2:
             raise ValueError("pass input_ids [rows, columns], or inputs_embeds")
-        _refuse_others(given)
         if self.loss_refusal is not None and given_labels(given):
             raise ValueError(self.loss_refusal)
+        _refuse_others(given)
         rows = packed(
             tokens,
             given.get("attention_mask"),

@@ -10,7 +10,9 @@ several places, which are replaced here, for an Accelerator whose ParallelismCon
 from __future__ import annotations
 
 import functools
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tilewise.integrations.hf_check import models_inside
 from tilewise.integrations.hf_forward import split_forward, whole_logits
 
 RUN = frozenset(("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"))
@@ -149,13 +152,30 @@ class SplitAccelerator:
         )
 
     def _split(self, model: nn.Module) -> None:
-        if not hasattr(getattr(model, "config", None), "get_text_config"):
-            return  # a model that is not of transformers
-        if "SequenceClassification" in type(model).__name__ and not _trains(model):
+        inside = models_inside(model)
+        if len(inside) != 1:
+            names = ", ".join(type(x).__name__ for x in inside)
+            self._says_unsplit(model, f"it holds {names}" if inside else "it holds none")
+            return
+        (split_model,) = inside
+        if "SequenceClassification" in type(split_model).__name__ and not _trains(split_model):
             return  # a reward model, which runs on whole rows
         config = self.parallelism_config  # type: ignore[attr-defined]
+        if self.is_main_process and not hasattr(split_model, "_tilewise_rows"):  # type: ignore[attr-defined]
+            logging.getLogger("tilewise").warning(
+                "%s: each row is split over %d ranks", type(split_model).__name__, self._row_ranks
+            )
         group = self.torch_device_mesh["cp"].get_group()  # type: ignore[attr-defined]
-        split_forward(model, group, config.strategy, config.reduction)
+        split_forward(split_model, group, config.strategy, config.reduction)
+
+    def _says_unsplit(self, model: nn.Module, reason: str) -> None:
+        if self.is_main_process and _trains(model):  # type: ignore[attr-defined]
+            warnings.warn(
+                f"{type(model).__name__} is not split: each of the {self._row_ranks} ranks that "
+                "share a row computes all of it. One model of transformers is split, by itself or "
+                f"within a module; {reason}",
+                stacklevel=4,
+            )
 
 
 def _trains(model: nn.Module) -> bool:
@@ -338,26 +358,6 @@ def refused_trainer(trainer: Any) -> str | None:
     return None
 
 
-def _adapt(trainer: Any) -> None:
-    """Give a Trainer logits where it asks for them, and completions that ranks of a row share."""
-    predict = trainer.prediction_step
-
-    @functools.wraps(predict)
-    def prediction_step(
-        model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **given: Any
-    ) -> Any:
-        with whole_logits(not prediction_loss_only):
-            return predict(model, inputs, prediction_loss_only, *args, **given)
-
-    trainer.prediction_step = prediction_step
-    train = trainer.train
-
-    @functools.wraps(train)
-    def train_anew(*args: Any, **given: Any) -> Any:
-        if trainer.accelerator.forget_evaluation(trainer.model):
-            trainer.model_wrapped = trainer.model  # where evaluation compiled it
-        return train(*args, **given)
-
 def count_completions(args: Any, size: int) -> None:
     """Correct generation_batch_size of GRPO and RLOO if it was computed before rows were split."""
     steps = getattr(args, "steps_per_generation", None)
@@ -386,6 +386,26 @@ def refused_completions(args: Any, accelerator: Any) -> str | None:
         f"rows of their own, steps_per_generation ({args.steps_per_generation}) times"
     )
 
+
+def _adapt(trainer: Any) -> None:
+    """Give a Trainer logits where it asks for them, and completions that ranks of a row share."""
+    predict = trainer.prediction_step
+
+    @functools.wraps(predict)
+    def prediction_step(
+        model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **given: Any
+    ) -> Any:
+        with whole_logits(not prediction_loss_only):
+            return predict(model, inputs, prediction_loss_only, *args, **given)
+
+    trainer.prediction_step = prediction_step
+    train = trainer.train
+
+    @functools.wraps(train)
+    def train_anew(*args: Any, **given: Any) -> Any:
+        if trainer.accelerator.forget_evaluation(trainer.model):
+            trainer.model_wrapped = trainer.model  # where evaluation compiled it
+        return train(*args, **given)
 
     trainer.train = train_anew
     if hasattr(trainer, "_generate_and_score_completions"):
