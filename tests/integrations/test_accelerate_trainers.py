@@ -184,9 +184,7 @@ def test_completions_are_counted_by_row_where_rows_were_split_after_parsing():
     rows = SimpleNamespace(num_processes=2)
     assert refused_completions(args, rows) is None
     args.num_generations = 5
-    text = (
-        r"num_generations \(5\) must divide the 16 completions .* \(4\) on 2 ranks .* \(2\)"
-    )
+    text = r"num_generations \(5\) must divide the 16 completions .* \(4\) on 2 ranks .* \(2\)"
     assert re.search(text, str(refused_completions(args, rows)))
     args.use_vllm = True
     assert "use_vllm (True) cannot be honoured" in str(refused_completions(args, rows))
