@@ -516,6 +516,6 @@ VARIANTS = (
     (Case("loss_per_token", None), "loss_scaled"),
     (Case("factor", "layers.0.norm", Settings(), {"layout": tw.contiguous}), "unknown"),
     (Case("rows_silent", SECOND, Settings(), LATER), "unknown"),
-    (Case("wrong_derivative", None, Settings(), {"layout": tw.contiguous}), "unknown"),
+    (Case("wrong_derivative", "(the model)", Settings(), {"layout": tw.contiguous}), "unknown"),
 )
 """Faults that differ a little from those of CASES, and the cause that they are."""
