@@ -327,8 +327,8 @@ def tokenizer() -> Any:
     words |= {f"w{number}": number for number in range(4, VOCABULARY)}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore
-    special = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), names, strict=True))
-    special["mask_token"] = "<unk>"
+    fields = ("pad_token", "bos_token", "eos_token", "unk_token", "mask_token")
+    special = dict(zip(fields, (*names, "<unk>"), strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=CHAT, **special)
 
 

@@ -45,8 +45,8 @@ class LateGather:
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(cls, lambda x: x.whole(), (args, kwargs or {}))
-        return func(*args, **kwargs)
+        given: Any = tree_map_only(cls, lambda x: x.whole(), (args, dict(kwargs or {})))
+        return func(*given[0], **given[1])
 
 
 def _operator(name: str) -> Callable[..., Any]:
