@@ -67,6 +67,28 @@ def test_known_calls_in_another_order_end_on_every_rank(name: str):
     assert first[0] == first[1] and "run the same calls in the same order" in first[0]
 
 
+def heard_of_another_validate(rank: int, odd: int, mode: str) -> tuple[str, float]:
+    """What a rank hears of a known call that one rank alone validates otherwise, and when."""
+    group = dist.new_group()
+    with mock.patch.object(watch, "PATIENCE_SECONDS", PATIENCE):
+        attend(group, rank, "ring")
+        dist.barrier()
+        began = time.monotonic()
+        with pytest.raises(ValueError) as caught:
+            attend(group, rank, "ring", validate=mode if rank == odd else "first")
+            attend(group, rank, "window")
+        return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("odd", range(N))
+def test_a_rank_that_alone_validates_always_is_named_in_seconds(odd: int):
+    texts, seconds = zip(*run_processes(N, heard_of_another_validate, odd, "always"), strict=True)
+    (text,) = set(texts)
+    assert text.startswith(f"rank {odd} compares call 2 (pass forward, plan ring(3, ")
+    assert text.endswith("does not; pass the same validate on every rank")
+    assert max(seconds) < 20 * PATIENCE
+
+
 @pytest.mark.parametrize("name", ["window", "exchange"])
 def test_what_one_rank_refuses_of_a_known_call_reaches_all(name: str):
     first, *others = run_processes(N, heard, [[name]] * N, 1)
