@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -87,6 +88,59 @@ def test_a_rank_that_alone_validates_always_is_named_in_seconds(odd: int):
     assert text.startswith(f"rank {odd} compares call 2 (pass forward, plan ring(3, ")
     assert text.endswith("does not; pass the same validate on every rank")
     assert max(seconds) < 20 * PATIENCE
+
+
+def heard_of_another_order(rank: int, odd: int, name: str, known: bool) -> tuple[str, float]:
+    """What a rank hears where one rank uses two groups of the same ranks in another order."""
+    groups = [dist.new_group() for _ in range(2)]
+    with mock.patch.object(watch, "PATIENCE_SECONDS", PATIENCE):
+        for group in groups if known else ():
+            attend(group, rank, name)
+        dist.barrier()
+        began = time.monotonic()
+        with pytest.raises(ValueError) as caught:
+            for group in groups[:: -1 if rank == odd else 1]:
+                attend(group, rank, name)
+        return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    "odd, name, known", [(0, "ring", True), (2, "ring", False), (1, "exchange", True)]
+)
+def test_two_groups_in_another_order_end_on_every_rank(odd: int, name: str, known: bool):
+    texts, seconds = zip(*run_processes(N, heard_of_another_order, odd, name, known), strict=True)
+    (text,) = set(texts)
+    assert f"rank {odd} " in text and text.endswith("groups in the same order on every rank")
+    assert max(seconds) < 20 * PATIENCE
+
+
+def in_two_threads(rank: int, num_groups: int, names: list[str]) -> list[str]:
+    """What two threads hear, each in a group of its own, the slower one of each rank another."""
+    groups, told = [dist.new_group() for _ in range(num_groups)], [""] * 2
+
+    def call(i: int) -> None:
+        try:
+            for turn in range(3):
+                time.sleep(4 * PATIENCE * (num_groups == 2 and turn == 1 and (rank + i) % 2))
+                attend(groups[i % num_groups], rank, names[i])
+            told[i] = "right"
+        except ValueError as error:
+            told[i] = str(error)
+
+    with mock.patch.object(watch, "PATIENCE_SECONDS", PATIENCE):
+        threads = [Thread(target=call, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return told
+
+
+@pytest.mark.parametrize("names", [["ring", "ring"], ["ring", "larger exchange"]])
+def test_two_threads_are_right_in_groups_of_their_own_and_refused_in_one(names: list[str]):
+    assert run_processes(N, in_two_threads, 2, names) == [["right", "right"]] * N
+    (text,) = {x for told in run_processes(N, in_two_threads, 1, names) for x in told} - {"right"}
+    assert "two threads of this rank call in one group at once; make a group for each" in text
 
 
 @pytest.mark.parametrize("name", ["window", "exchange"])

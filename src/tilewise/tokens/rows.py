@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.arguments import dtype_name, real_number, shown, whole_number
 from tilewise.compiler.row_moves import RowMoves
 from tilewise.execution.row_moves import moved
-from tilewise.transport.agreement import agree, settled
+from tilewise.transport.agreement import agree, agreement_of, settled
 from tilewise.transport.protocol import Transport
 
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -110,5 +110,7 @@ class _MoveRows(torch.autograd.Function):
         if all(moves.num_wanted):
             name = f"{moves.name}, {'forward again' if backward else 'backward'}"
             agree(transport, {"call": name, "rows": moves.fingerprint}, None, "first")
+        else:
+            agreement_of(transport).go_on()
         given = moves, transport, not backward, 0.0
         return _MoveRows.apply(grad, *given), None, None, None, None  # pyright: ignore

@@ -9,6 +9,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from threading import get_ident
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -35,6 +36,10 @@ _DIGESTS_KEPT = 2 * COMPARED_EVERY
 _DIGEST_BYTES = 16
 _SHOWN_CHARACTERS = 120  # of a field of a call that a rank waits in
 _SHOWN_FIELDS = 4
+_TWO_THREADS = (
+    "two threads of this rank call in one group at once; make a group for each thread "
+    "(torch.distributed.new_group on all ranks), or call from one thread alone"
+)
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
@@ -117,9 +122,14 @@ class Agreement:
 
     Attributes:
         mark: of the current call, where a message has no tag: the digest.
+        refusal: makes the error of a second thread, and lets other ranks know.
+        caller: the thread that made the current call.
     """
 
     def __init__(self) -> None:
+        self.refusal: Callable[[str], Exception] = ValueError
+        self.caller: int | None = None
+        self._holder: dict[str, int] = {}  # the thread that waits, or has messages under way
         self._known: dict[bytes, None] = {}
         self._compared = 0  # the last call that was
         self._recent: dict[int, _Made] = {}  # by number of calls
@@ -217,16 +227,37 @@ class Agreement:
         if made.digest.hex() == theirs.digest:
             if not theirs.comparing or made.compared:
                 return None
-            call = f"call {theirs.number} ({_listed(_named(theirs))})"
             return (
-                f"rank {peer} compares {call} with the others, rank {rank} does not; pass the same "
-                "validate on every rank"
+                f"rank {peer} compares {described(theirs)} with the others, rank {rank} does not; "
+                "pass the same validate on every rank"
             )
         (low, first), (high, second) = sorted([(rank, own), (peer, theirs)], key=_rank_first)
         return (
             f"ranks are in different calls: rank {low} is in {_shown(first, second)}, rank {high} "
             f"in {_shown(second, first)}; run the same calls in the same order on every rank"
         )
+
+    def hold(self, *, launches: bool = False) -> None:
+        """Keep other threads out of the group until `release`: this one waits in it, or has
+        messages under way.
+
+        Args:
+            launches: messages are about to leave, with the tag of the current call.
+        Raises:
+            ValueError: on every rank, if another thread has the group, or has made another call.
+        """
+        own = get_ident()
+        if self._holder.setdefault("", own) != own or (launches and self.caller not in (None, own)):
+            raise self.refusal(_TWO_THREADS)
+
+    def release(self) -> None:
+        """Let any thread make the next call."""
+        if self._holder.get("") == get_ident():
+            del self._holder[""]
+
+    def go_on(self) -> None:
+        """Let this thread send messages of the current call, as a backward pass may."""
+        self.caller = get_ident()
 
     def _step(
         self,
@@ -235,6 +266,9 @@ class Agreement:
         comparing: bool = False,
         error: str | None = None,
     ) -> None:
+        own = self.caller = get_ident()
+        if self._holder.get("", own) != own:
+            raise self.refusal(_TWO_THREADS)
         before = self._now
         content = before.digest + kind.key
         if values:
@@ -347,6 +381,11 @@ def _shown(state: CallState, other: CallState) -> str:
         if len(shown) < _SHOWN_FIELDS and other.fields.get(name, text) != text:
             shown[name] = text
     return f"call {state.number} ({_listed(shown)})"
+
+
+def described(state: CallState) -> str:
+    """A call's number, and what it is."""
+    return f"call {state.number} ({_listed(_named(state))})"
 
 
 def _named(state: CallState) -> dict[str, str]:
