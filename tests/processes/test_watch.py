@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
+from io import StringIO
 from threading import Thread
 from typing import Any
 from unittest import mock
@@ -185,6 +187,49 @@ def late(rank: int) -> bool:
 def test_a_late_rank_is_waited_for():
     said = run_processes(N, late)
     assert said[0] and said[2]
+
+
+def alone(rank: int, what: str, comes: bool) -> tuple[str, str]:
+    """What rank 0 writes on stderr and hears, in a call to which others come late or never."""
+    group, written = dist.new_group(timeout=timedelta(seconds=3)), StringIO()
+    cp = tw.ContextParallel(group, num_tokens=TOKENS, strategy=tw.ring(N))
+    q = torch.ones(TOKENS // N, 3, 4, requires_grad=True)
+    out = cp.attention(q, q, q)
+    calls = {
+        "attention": lambda: cp.attention(q, q, q),
+        "unshard": lambda: cp.unshard(out.detach()),
+        "backward": lambda: out.sum().backward(),
+    }
+    with (
+        mock.patch.multiple(watch, PATIENCE_SECONDS=PATIENCE, NOTICE_SECONDS=2 * PATIENCE),
+        mock.patch("sys.stderr", written),
+    ):
+        try:
+            if rank and comes:
+                time.sleep(4 * PATIENCE)
+            if rank == 0 or comes:
+                calls[what]()
+            else:
+                dist.barrier(group)
+            heard = "right"
+        except RuntimeError as error:
+            heard = str(error)
+    dist.barrier()
+    return written.getvalue(), heard
+
+
+@pytest.mark.parametrize("comes", [True, False])
+@pytest.mark.parametrize("what", ["attention", "unshard", "backward"])
+def test_a_long_wait_says_in_a_line_which_ranks_are_missing(what: str, comes: bool):
+    (line, heard), *others = run_processes(N, alone, what, comes)
+    names = {"attention": "pass forward", "unshard": "call gather", "backward": "pass backward of"}
+    assert line.startswith("tilewise: rank 0 has waited ") and line.count("\n") == 1
+    assert f" s in call 2 ({names[what]}" in line and "Missing: ranks 1, 2, late or busy" in line
+    if comes:
+        assert [heard, *others] == ["right", *[("", "right")] * (N - 1)]
+    else:
+        assert "Missing: ranks 1, 2," in heard and "The group's timeout has ended" in heard
+        assert "failed before" not in heard and "crashing" not in heard
 
 
 def compared(rank: int, validate: str) -> tuple[int, int]:

@@ -58,6 +58,11 @@ def peers_of(messages: Sequence[Message] | TeamMessages, group: dist.ProcessGrou
     return sorted({message.peer for message in messages})
 
 
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which gloo ends a wait in a group."""
+    return group._get_backend(CPU).options._timeout.total_seconds()
+
+
 def _out_of_reach(group: dist.ProcessGroup) -> list[int]:
     """Ranks to whom gloo has lost its connection: it refuses to receive from them."""
     if CPU not in group._device_types:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -21,13 +22,23 @@ import torch
 import torch.distributed as dist
 
 from tilewise.transport import group_order
-from tilewise.transport.agreement import Agreement, CallState
-from tilewise.transport.lost_rank import NOTHING_TAG, failure_of, peers_of
+from tilewise.transport.agreement import Agreement, CallState, described
+from tilewise.transport.lost_rank import (
+    NOTHING_TAG,
+    LostRankError,
+    failure_of,
+    peers_of,
+    timeout_of,
+)
 from tilewise.transport.nccl_groups import group_store, team_groups
 from tilewise.transport.protocol import Message, TeamMessages
 
 PATIENCE_SECONDS = 5.0
 """A rank that waits longer says so, and asks what the others do."""
+NOTICE_SECONDS = 10.0
+"""After a longer wait the lowest rank that waits writes a line to stderr."""
+_NOTICES_APART = 60.0
+"""Seconds between two lines of a group at least."""
 _LOOKS = 5  # within PATIENCE_SECONDS
 _ASKED_AT_ONCE = 64  # other ranks, at a look: those of a large group are asked in turn
 _VERDICT = "verdict"
@@ -52,6 +63,8 @@ class Watch:
         self._published: CallState | None = None
         self._said = False
         self._turn = 0
+        self._there: dict[int, bool] = {}  # whether others wait in this call or a later one
+        self._noticed = -_NOTICES_APART
 
     def look(self, agreements: Mapping[dist.ProcessGroup, Agreement]) -> None:
         """Look whether this rank has waited long: then say so, and end all waits if they are in
@@ -67,6 +80,8 @@ class Watch:
         if since and monotonic() - since > PATIENCE_SECONDS:
             if self._in_vain(group) or self._in_another_order(group, agreements):
                 end_waits(group)
+            elif monotonic() - max(since + NOTICE_SECONDS, self._noticed + _NOTICES_APART) > 0:
+                self._notice(group, since)
         elif self._published is not None:
             group_store(group, "calls").set(str(group.rank()), "")
             self._published = None
@@ -87,12 +102,42 @@ class Watch:
         Args:
             group: the watched one, or one of the same ranks that belongs to it.
         """
-        self.since = 0.0
+        since, self.since = self.since, 0.0
         watched = self._group() or group
         verdict = _verdict(watched)
-        failure = ValueError(verdict) if verdict else failure_of(messages, verb, error, group)
+        if verdict:
+            failure = ValueError(verdict)
+        elif since and self._absent() and monotonic() - since > timeout_of(group) / 2:
+            failure = LostRankError(
+                f"{self._waits(watched, since)} The group's timeout has ended the wait.",
+                self._absent()[0],
+            )
+        else:
+            failure = failure_of(messages, verb, error, group)
         end_waits(watched)
         return failure
+
+    def _absent(self) -> list[int]:
+        """Return the ranks that are not known to wait in this call or a later one."""
+        return sorted(rank for rank, there in self._there.items() if not there)
+
+    def _waits(self, group: dist.ProcessGroup, since: float) -> str:
+        """Say since when this rank waits in which call, and which ranks have not come to it."""
+        absent = self._absent()
+        whom = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+        return (
+            f"rank {group.rank()} has waited {monotonic() - since:.0f} s in "
+            f"{described(self.agreement.state())}. Missing: {whom}, late or busy, or without this "
+            "call. Every rank of the group must make it, not only those under `if rank == 0:`."
+        )
+
+    def _notice(self, group: dist.ProcessGroup, since: float) -> None:
+        """Write on stderr for whom this rank waits, if no lower rank does it."""
+        absent = self._absent()
+        if absent and all(rank in absent for rank in range(group.rank())):
+            sys.stderr.write(f"tilewise: {self._waits(group, since)}\n")
+            sys.stderr.flush()
+            self._noticed = monotonic()
 
     def refusal(self, what: str) -> ValueError:
         """Return the error to raise where this rank cannot take part in a call; it ends the others'
@@ -142,7 +187,7 @@ class Watch:
         state = self.agreement.state()
         if state != self._published:
             store.set(str(rank), json.dumps(state))
-            self._published = state
+            self._published, self._there = state, {}
         verdict = _verdict(group)
         if verdict:
             return verdict
@@ -150,7 +195,9 @@ class Watch:
         for i in range(asked):
             peer = (rank + 1 + (self._turn + i) % (size - 1)) % size
             text = store.get(str(peer)) if store.check([str(peer)]) else b""
-            found = text and self.agreement.conflict(rank, peer, CallState(*json.loads(text)))
+            theirs = CallState(*json.loads(text)) if text else None
+            self._there[peer] = theirs is not None and theirs.number >= state.number
+            found = theirs and self.agreement.conflict(rank, peer, theirs)
             if found:  # of several the first one stays, for all
                 return store.compare_set(_VERDICT, "", found).decode()
         self._turn = (self._turn + asked) % (size - 1)
