@@ -422,8 +422,9 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
         "rank": 0, "kernel": None, "dtype": "float32",
     }  # fmt: skip
     stream = tw.schedule([8], world_size=2, tokens_per_rank=4, **HEADS)
-    yield "StepStream.load_state_dict", stream.load_state_dict, {"state": {"steps": 0}}
-    yield "StepStream.load_state_dict(steps)", lambda **x: stream.load_state_dict(x), {"steps": 0}
+    state = stream.state_dict()
+    yield "StepStream.load_state_dict", stream.load_state_dict, {"state": state}
+    yield "StepStream.load_state_dict(steps)", lambda **x: stream.load_state_dict(x), state
     for name in ("full", "causal"):
         yield f"masks.{name}", getattr(masks, name), TOKENS
     for name in ("full_document", "causal_document", "share_question", "causal_blockwise"):

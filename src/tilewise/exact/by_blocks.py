@@ -111,8 +111,7 @@ def run_by_blocks(
         return {
             "call": "by_blocks",
             "layout": layout.fingerprint,
-            "inputs": str([(x.ndim, str(x.dtype)) for x in inputs]),
-            "dim": str(dim),
+            "inputs": str([(dim % x.ndim, _sizes_beside(x, dim), str(x.dtype)) for x in inputs]),
         }
 
     agree(transport, settled(transport, check), None, "first")
@@ -128,6 +127,13 @@ def run_by_blocks(
     if isinstance(blocks[0], Tensor):
         return torch.cat(blocks, dim)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return tuple(torch.cat(parts, dim) for parts in zip(*blocks, strict=True))
+
+
+def _sizes_beside(x: Tensor, dim: int) -> list[int]:
+    """Return the shape of rows without the dimension of their tokens."""
+    sizes = [*x.shape]
+    del sizes[dim]
+    return sizes
 
 
 def _each(do: Callable[[Tensor], Tensor], rows: Rows) -> Rows:
