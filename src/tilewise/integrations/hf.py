@@ -16,11 +16,17 @@ from tilewise.arguments import checks_arguments, whole_number
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import shard_inputs
 from tilewise.integrations.hf_attention import LayerMask
-from tilewise.integrations.hf_check import attach, base_model, check_model, registered
+from tilewise.integrations.hf_check import (
+    attach,
+    base_model,
+    check_model,
+    refuse_new_adapters,
+    registered,
+)
 from tilewise.integrations.hf_labels import refuse_labels_sharded_by_hand
 from tilewise.integrations.hf_plan import choose_layouts, may_choose, measured_work, work_to_plan
 from tilewise.integrations.hf_proof import is_masked
-from tilewise.integrations.hf_states import split_all_calls, state_layers
+from tilewise.integrations.hf_states import state_layers
 from tilewise.integrations.hf_trainer import arguments as trainer_arguments
 from tilewise.planning.hybrid import HybridWork
 
@@ -56,12 +62,12 @@ def parallelize(model: Model, cp: ContextParallel, name: str = "tilewise") -> Mo
         ValueError: as of check_model and register.
     """
     base = base_model(model)
-    check_model(base)
+    check_model(model)
     work = work_to_plan(base, cp.rank) if may_choose(cp) else None
     if work is not None:
         choose_layouts(cp, work, type(base).__name__, next(base.parameters()).device.type)
-    attach(base, cp, name)
-    split_all_calls(model, base, cp, name)
+    attach(model, cp, name)
+    refuse_new_adapters(model, cp.group)
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
         refuse_labels_sharded_by_hand(called, cp, masked=is_masked(type(base)))
     return model
@@ -119,7 +125,7 @@ def trainer_args(
     Raises:
         ValueError: for a model or args that a split sequence cannot honour, here or by the Trainer.
     """
-    check_model(base_model(model))
+    check_model(model)
     datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     return trainer_arguments(cp, model, args, datasets)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tilewise.context_parallel import ContextParallel
 from tilewise.execution.validation import MOST_SEEDS
 from tilewise.integrations.documents import checked_documents, gathered_documents
+from tilewise.integrations.hf_adapters import has_adapters
 from tilewise.integrations.hf_masks import (
     PADDED,
     documents_of,
@@ -328,7 +329,14 @@ def _tempered(
 
 def _unproven(found: Any, proven: bool) -> str | None:
     """Why a model is not run whose code nobody tried; found: its configuration or attention."""
-    if proven or type(found).__module__.startswith("transformers."):
+    if proven:
+        return None
+    if isinstance(found, nn.Module) and has_adapters(found):
+        return (
+            f"{type(found).__name__} has adapters of PEFT, and whether these can be split is not "
+            "known; hf.parallelize(model, cp) in place of hf.register tries them first"
+        )
+    if type(found).__module__.startswith("transformers."):
         return None
     return (
         f"{type(found).__name__} is not of transformers, and whether such a model can be split is "

@@ -32,7 +32,7 @@ from tilewise.arguments import Reduction
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED
 from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
-from tilewise.integrations.hf_check import base_model, check_model
+from tilewise.integrations.hf_check import base_model, check_model, refuse_new_adapters
 from tilewise.integrations.hf_plan import choose_layouts, may_choose, work_to_plan
 from tilewise.integrations.hf_proof import is_masked
 from tilewise.integrations.hf_rope import RopeLengths
@@ -95,7 +95,7 @@ def split_forward(
         if getattr(base.config.get_text_config(decoder=True), "output_router_logits", False):
             name = "output_router_logits"
             raise ValueError(f"{name}=True cannot be honoured by a split model: {ADVICE[name]}")
-        check_model(base)
+        check_model(model)
         split = SplitForward(base, group, strategy, reduction)
         base._tilewise_rows = split
         _use_attention(base)
@@ -105,6 +105,7 @@ def split_forward(
             split.lengths.agree_in(base)
         if hasattr(base, "generate"):
             base.generate = MethodType(_generate_unsplit, base)
+    refuse_new_adapters(model, group)
     called: Any
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
         if not hasattr(called, "_tilewise_hooked"):
