@@ -149,7 +149,7 @@ def registered(cp: ContextParallel, name: str, proven: bool) -> RopeLengths:
         raise ImportError(
             "tilewise.integrations.hf needs transformers: pip install 'tilewise[hf]'"
         ) from error
-    lengths = RopeLengths(cp)
+    lengths = RopeLengths(cp, name)
     attend: Any = attention_of(cp, proven)
     # Rows that move are no part of a compiled graph.
     AttentionInterface.register(name, torch.compiler.disable(attend) if cp.moves_rows else attend)

@@ -99,10 +99,7 @@ def split_forward(
         split = SplitForward(base, group, strategy, reduction)
         base._tilewise_rows = split
         _use_attention(base)
-        if any(hasattr(module, "get_rope_index") for module in base.modules()):
-            split.counts_images = True
-        else:
-            split.lengths.agree_in(base)
+        split.lengths.agree_in(base)
         if hasattr(base, "generate"):
             base.generate = MethodType(_generate_unsplit, base)
     refuse_new_adapters(model, group)
@@ -164,6 +161,9 @@ class _KnownLengths(RopeLengths):
         self.agreed = True
         return position if _state.call is None else _state.call.largest_position
 
+    def splits(self, config: Any) -> bool:
+        return _state.call is not None
+
 
 @dataclass
 class SplitCall:
@@ -204,7 +204,6 @@ class SplitForward:
         self.transport = transport_for(group)
         self.masked = is_masked(type(base))
         self.counts_kept = text.model_type in COUNTS_TOKENS
-        self.counts_images = False
         self.embeds_types = any("token_type_embeddings" in name for name, _ in base.named_modules())
         self.parameters = [*inspect.signature(type(base).forward).parameters][1:]
         self.states = wire(base)
