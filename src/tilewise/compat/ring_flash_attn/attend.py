@@ -77,6 +77,7 @@ class PackedRow(NamedTuple):
     version: int
 
 
+@torch.compiler.disable  # what ranks agree on in a call, no graph can hold
 def attend(
     qkv: tuple[Tensor, Tensor, Tensor],
     split: Callable[[Tensor, int], TokenSplit],
@@ -137,6 +138,7 @@ def attend(
     return (out, lse.transpose(-1, -2), None) if options.return_attn_probs else out
 
 
+@torch.compiler.disable
 def attend_in_a_row(
     qkv: tuple[Tensor, Tensor, Tensor],
     slices: RankSlices,
