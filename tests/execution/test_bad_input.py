@@ -135,6 +135,9 @@ WRONG = {
     "bias dtype": Wrong(
         {"bias": zeros(4, 12, 12).double()}, "bias is float64 .*but must be float32, bfloat16 or"
     ),
+    "biases without a batch": Wrong(
+        {"bias": zeros(3, 4, 12, 12)}, r"bias is \[3, 4, 12, 12\], one for each batch entry, but q"
+    ),
     "complex bias": Wrong({"bias": zeros(4, 12, 12).cfloat()}, "bias is complex64"),
     "bias device": Wrong({"bias": zeros(4, 12, 12, device="meta")}, "bias is on meta, but q on"),
     "no bias": Wrong({"bias": [0.0]}, "bias is list"),

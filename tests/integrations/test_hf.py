@@ -177,18 +177,25 @@ def test_a_batch_of_rows_with_the_same_documents():
     compare("llama", case(PACKED, batch=3))
 
 
-def test_documents_from_position_ids_alone():
-    """No cu_seq_lens: the ranks put their position_ids together."""
-    given = case(PACKED)
-    want = run_whole(build("gemma2"), given).logits
+@pytest.mark.parametrize("name", ["gemma2", "qwen3"])
+def test_documents_from_position_ids_alone(name: str):
+    """No cu_seq_lens: the ranks put their position_ids together, which may differ between rows."""
+    other = (0, 9, 22)
+    rows = [case(PACKED), case(other)]
+    ids = torch.cat([x.input_ids for x in rows])
+    positions = torch.cat([x.position_ids for x in rows])
+    want = torch.cat([run_apart(build(name), one).logits for one in rows])
 
     def on_rank(rank: int, group) -> torch.Tensor:
         cp = tw.ContextParallel(group, num_tokens=22, mask=tw.Causal())
-        model = build("gemma2", hf.register(cp, f"tilewise_{rank}"))
-        ids, positions = (cp.shard(x, 1) for x in (given.input_ids, given.position_ids))
-        return cp.unshard(model(ids, position_ids=positions, use_cache=False).logits, 1)
+        model = build(name, hf.register(cp, f"tilewise_{rank}"))
+        own, places = (cp.shard(x, 1) for x in (ids, positions))
+        both = model(own, position_ids=places, use_cache=False).logits
+        one = model(own[:1], position_ids=places[:1], use_cache=False).logits
+        return cp.unshard(torch.cat([both, one]), 1)
 
-    assert all((got - want).abs().max() < 1e-5 for got in tw.loopback(N, on_rank))
+    for got in tw.loopback(N, on_rank):
+        assert (got - torch.cat([want, want[:1]])).abs().max() < 1e-5
 
 
 def test_a_bidirectional_model_sees_everything():

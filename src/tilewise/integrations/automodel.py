@@ -26,7 +26,7 @@ from tilewise.integrations.hf_check import (
     refuse_new_adapters,
     registered,
 )
-from tilewise.integrations.hf_states import has_state_functions
+from tilewise.integrations.hf_states import has_state_functions, is_stateless
 from tilewise.layouts.layout import Layout, zigzag
 from tilewise.masks.base import Causal
 from tilewise.plan.ir import Plan
@@ -86,7 +86,7 @@ def parallelize(
             attach(model, cp, NAME)
             refuse_new_adapters(model, cp.group)
         elif current[0] is not cp:
-            registered(cp, NAME, proven=True)
+            registered(cp, NAME, proven=True, stateless=is_stateless(base))
         current[:] = [cp]
         return cp
 

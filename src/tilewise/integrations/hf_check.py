@@ -14,7 +14,12 @@ from tilewise.integrations.hf_attention import attention_of, masks_of
 from tilewise.integrations.hf_masks import refused_model, uses_attention_interface
 from tilewise.integrations.hf_proof import PACKED, WHOLE, ModelUnderTest, refuted
 from tilewise.integrations.hf_rope import RopeLengths
-from tilewise.integrations.hf_states import documents_of_call, has_state_functions, split_all_calls
+from tilewise.integrations.hf_states import (
+    documents_of_call,
+    has_state_functions,
+    is_stateless,
+    split_all_calls,
+)
 from tilewise.transport.agreement import settled
 from tilewise.transport.resolve import transport_for
 
@@ -129,7 +134,8 @@ def attach(model: Any, cp: ContextParallel, name: str) -> None:
     Args:
         model: of transformers, or one that PEFT made of it.
     """
-    lengths, base = registered(cp, name, proven=True), base_model(model)
+    base = base_model(model)
+    lengths = registered(cp, name, proven=True, stateless=is_stateless(base))
     text = base.config.get_text_config(decoder=True)
     sub_configs = getattr(base.config, "sub_configs", ())
     only = {key: name for key in sub_configs if getattr(base.config, key) is text}
@@ -138,8 +144,15 @@ def attach(model: Any, cp: ContextParallel, name: str) -> None:
     split_all_calls(model, base, cp, name)
 
 
-def registered(cp: ContextParallel, name: str, proven: bool) -> RopeLengths:
-    """Register cp under a name; proven: check_model has tried the model."""
+def registered(
+    cp: ContextParallel, name: str, proven: bool, stateless: bool = False
+) -> RopeLengths:
+    """Register cp under a name.
+
+    Args:
+        proven: check_model has tried the model.
+        stateless: of a family with layers that carry a state the model has none.
+    """
     taken = [word for word in TAKEN if word in name]
     if taken or not name:
         raise ValueError(f"name ({name!r}) must not be empty or hold any of {', '.join(TAKEN)}")
@@ -153,5 +166,7 @@ def registered(cp: ContextParallel, name: str, proven: bool) -> RopeLengths:
     attend: Any = attention_of(cp, proven)
     # Rows that move are no part of a compiled graph.
     AttentionInterface.register(name, torch.compiler.disable(attend) if cp.moves_rows else attend)
-    AttentionMaskInterface.register(name, masks_of(cp, lengths, proven, documents_of_call))
+    AttentionMaskInterface.register(
+        name, masks_of(cp, lengths, proven, documents_of_call, stateless)
+    )
     return lengths

@@ -36,7 +36,13 @@ from tilewise.integrations.hf_check import base_model, check_model, refuse_new_a
 from tilewise.integrations.hf_plan import choose_layouts, may_choose, work_to_plan
 from tilewise.integrations.hf_proof import is_masked
 from tilewise.integrations.hf_rope import RopeLengths
-from tilewise.integrations.hf_states import CACHES, documents_of_call, split_call, wire
+from tilewise.integrations.hf_states import (
+    CACHES,
+    documents_of_call,
+    is_stateless,
+    split_call,
+    wire,
+)
 from tilewise.integrations.whole_rows import PackedRows, labels_of_rows, packed
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Full
@@ -206,7 +212,7 @@ class SplitForward:
         self.counts_kept = text.model_type in COUNTS_TOKENS
         self.embeds_types = any("token_type_embeddings" in name for name, _ in base.named_modules())
         self.parameters = [*inspect.signature(type(base).forward).parameters][1:]
-        self.states = wire(base)
+        self.states, self.stateless = wire(base), is_stateless(base)
         self.name = type(base).__name__
         self.work = work_to_plan(base, self.transport.rank) if strategy == "auto" else None
         self.lengths = _KnownLengths(_GroupOnly(group))  # pyright: ignore[reportArgumentType]
@@ -565,7 +571,8 @@ def _masks_beside(implementation: str) -> Callable[..., Any]:
             from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
             return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**given)
-        mask = masks_of(call.cp, call.split.lengths, True, documents_of_call)(**given)
+        how = True, documents_of_call, call.split.stateless
+        mask = masks_of(call.cp, call.split.lengths, *how)(**given)
         mask.settle(call.rows.cu_seqlens)
         return mask
 

@@ -34,7 +34,6 @@ from inspect import signature
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilewise.compat.ring_flash_attn.attend import (
@@ -47,6 +46,7 @@ from tilewise.compat.ring_flash_attn.attend import (
     attend_in_a_row,
     check_halves,
     in_parts,
+    outside_graphs,
     slices_of,
     spread_documents,
 )
@@ -145,7 +145,7 @@ def llama3_flash_attn_varlen_func(  # noqa: PLR0913 - theirs
     return attend_in_a_row((q, k, v), slices, heads_k_stride, options)
 
 
-@torch.compiler.disable  # it reads numbers of a tensor
+@outside_graphs
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:

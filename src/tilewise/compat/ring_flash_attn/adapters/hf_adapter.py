@@ -190,7 +190,8 @@ def flash_attention_forward(  # noqa: PLR0913 - theirs
         return SUBSTITUTION.replaced[NAME](module, query, key, value, *given, **kwargs)
     is_causal = kwargs.pop("is_causal", None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    out = utils._flash_attention_forward(
+    forward: Any = utils._flash_attention_forward
+    out = forward(
         *(x.transpose(1, 2) for x in (query, key, value)),
         attention_mask,
         query_length=query.shape[2],
