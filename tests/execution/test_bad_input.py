@@ -131,7 +131,6 @@ WRONG = {
     "bias shape": Wrong(
         {"bias": zeros(4, 4, 12)}, r"bias is float32 \[4, 4, 12\], but must be .*\[4, 12, 12\]"
     ),
-    "bias per batch": Wrong({"bias": zeros(1, 4, 12, 12)}, r"\[1, 4, 12, 12\].*\[4, 12, 12\]"),
     "bias dtype": Wrong(
         {"bias": zeros(4, 12, 12).double()}, "bias is float64 .*but must be float32, bfloat16 or"
     ),

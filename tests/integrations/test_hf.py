@@ -30,6 +30,7 @@ from transformers import BertConfig, BertModel
 
 import tilewise as tw
 from tilewise.integrations import hf
+from tilewise.integrations.hf_forward import split_forward
 
 N = 4
 WHOLE, PACKED, SHORT = (0, 22), (0, 5, 16, 17, 22), (0, 3)
@@ -196,6 +197,25 @@ def test_documents_from_position_ids_alone(name: str):
 
     for got in tw.loopback(N, on_rank):
         assert (got - torch.cat([want, want[:1]])).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2"])
+def test_positions_of_ones_own_beside_a_mask_are_one_document(name: str):
+    """They skip (PoSE), come twice, stand still: to transformers such a row is one document."""
+    whole, ids = build(name), case((0, 24)).input_ids.view(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 9:] = 0
+    at = torch.arange(12)
+    for positions in (at + 20 * (at > 4), at // 2, at * 0, 30 - at):
+        given = {"position_ids": positions[None], "attention_mask": mask, "use_cache": False}
+        want = whole(ids, **given).logits.detach() * mask[..., None]
+
+        def on_rank(rank: int, group, given=given) -> torch.Tensor:
+            model = copy.deepcopy(whole)
+            split_forward(model, group)
+            return model(ids, **given).logits.detach()
+
+        assert (tw.loopback(2, on_rank)[0] - want).abs().max() < 1e-5
 
 
 def test_a_bidirectional_model_sees_everything():

@@ -259,7 +259,7 @@ class SplitForward:
     def _fields(self, call: SplitCall, given: dict[str, Any]) -> dict[str, str]:
         """Return facts that ranks must have in common: rows by sums that a token changes."""
         sums = []
-        for name in ("input_ids", "labels", "shift_labels"):
+        for name in ("input_ids", "labels", "shift_labels", "position_ids"):
             x = given.get(name)
             if x is not None:
                 weights = torch.arange(1, x.numel() + 1, device=x.device)
