@@ -219,7 +219,8 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     )
     with without_autocast(q, region):
         values = None if bias is None or isinstance(bias, Alibi) else bias
-        if masks is not None or (values is not None and values.ndim == 4 and not compiled):
+        by_entry = isinstance(values, Tensor) and values.ndim == 4 and not compiled
+        if masks is not None or by_entry:
             out, lse, largest = attend_by_entry(q, k, v, call, masks, sink, values)
         elif compiled:
             out, lse, largest = attend_compiled(q, k, v, call, dropout_seed, values)

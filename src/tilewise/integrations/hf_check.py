@@ -27,12 +27,14 @@ TAKEN = ("eager", "sdpa", "flash", "flex", "paged")
 
 
 def base_model(model: nn.Module) -> Any:
-    """The model of transformers that PEFT put its adapters into; others as they are.
+    """The model of transformers that was compiled, or that PEFT put its adapters into.
 
     Raises:
-        ValueError: if PEFT adds tokens to the sequence (prompt tuning and the like).
+        ValueError: if there is none, or PEFT adds tokens to the sequence (prompt tuning and such).
     """
+    model = uncompiled(model)
     if not adapted(model):
+        _check_kind(model)
         return model
     config: Any = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
@@ -40,7 +42,24 @@ def base_model(model: nn.Module) -> Any:
             f"{config.peft_type.value} puts tokens of its own before the sequence, which the "
             "layout does not know; use adapters that change weights alone, such as LoRA"
         )
-    return model.get_base_model()  # pyright: ignore[reportCallIssue]
+    return base_model(model.get_base_model())  # pyright: ignore[reportCallIssue]
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """What torch.compile was given; other models as they are."""
+    return model._modules.get("_orig_mod") or model
+
+
+def _check_kind(model: nn.Module) -> None:
+    """Raise ValueError unless a model is one of transformers, and name one that it holds."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return
+    inner = (item for item in model.named_modules() if isinstance(item[1], PreTrainedModel))
+    name, held = next(inner, ("", None))
+    pass_it = f"; it holds one, model.{name} ({type(held).__name__}): pass that" * bool(name)
+    raise ValueError(f"model ({type(model).__name__}) must be a model of transformers{pass_it}")
 
 
 @checks_arguments
@@ -58,9 +77,7 @@ def check_model(model: nn.Module, *, numerical: bool = True, loss: bool = True) 
         loss: whether the model's own loss, and what it pools, have to be right; False: its first
             output alone, the logits or hidden states.
     """
-    base = base_model(model)
-    if not hasattr(base, "config"):
-        raise ValueError(f"model ({type(base).__name__}) must be a model of transformers")
+    model, base = uncompiled(model), base_model(model)
     # FSDP2 gives a model a class made at run time.
     bases = (c for c in type(base).__mro__ if not c.__module__.startswith("torch.distributed"))
     given = {"loss_function": getattr(base, "_loss_function", None), "loss": loss}
