@@ -24,8 +24,8 @@ from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.workspace import Workspace
 from tilewise.plan.ir import find_symmetry
 from tilewise.simulation import peak_memory
-from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.halves import halves_of
+from tilewise.simulation.peak_memory import PassMemory
 from tilewise.tiles.call_rows import CallStyle
 
 HEADS = {"GQA": (8, 4, 32), "MHA": (4, 4, 32)}

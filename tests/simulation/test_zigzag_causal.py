@@ -11,8 +11,8 @@ from support.described import MACHINES, workload
 
 import tilewise as tw
 from tilewise.plan.ir import Plan, RankStep, find_symmetry
-from tilewise.simulation.machine import Machine
 from tilewise.simulation.halves import Halves
+from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import MOST_MESSAGES, num_messages, simulate, simulate_pass
 from tilewise.strategies.mesh import SCHEDULES
 

@@ -161,7 +161,12 @@ class Code(NamedTuple):
     def made_bytes(self) -> int:
         """The most bytes that an operation makes for itself, beside the workspace."""
         made = (
-            sum(self.num_bytes_of((ref,)) for refs in writes(op) for ref in refs if self.home(ref) is Home.MADE)
+            sum(
+                self.num_bytes_of((ref,))
+                for refs in writes(op)
+                for ref in refs
+                if self.home(ref) is Home.MADE
+            )
             for op in self.ops
         )
         return max(made, default=0)

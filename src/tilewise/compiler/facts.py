@@ -120,7 +120,9 @@ class Facts:
     def longest_bytes(self) -> dict[Part, int]:
         """Bytes of one item of each part for the longest shard. Every rank computes the same."""
         return {
-            part: self.call.batch * max(self.resolved.layouts[part[0]].sizes, default=0) * row.num_bytes
+            part: self.call.batch
+            * max(self.resolved.layouts[part[0]].sizes, default=0)
+            * row.num_bytes
             for part, row in self.formats.items()
         }
 
@@ -219,8 +221,7 @@ class Facts:
     def result_fields(self, side: Side) -> tuple[Field, ...]:
         """The fields of a side's partials in memory: accumulated, not as they travel."""
         return tuple(
-            Field(name, width, self.accumulator)
-            for name, width in self.payload.results(side)
+            Field(name, width, self.accumulator) for name, width in self.payload.results(side)
         )
 
     def own_fields(self, side: Side) -> tuple[Field, ...]:

@@ -5,7 +5,7 @@ computed, in order. The compiler's passes make the operations of it, and need no
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from tilewise.plan.ir import Item, Rows, Side, Tile, Transfer, Role
+from tilewise.plan.ir import Item, Role, Rows, Side, Tile, Transfer
 from tilewise.plan.row_ranges import Ranges
 
 LAUNCHES_IN_FLIGHT = 1

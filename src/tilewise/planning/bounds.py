@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from tilewise.masks.tables import PerHead
 from tilewise.layouts.cells import Cell
+from tilewise.masks.tables import PerHead
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Transfer
 from tilewise.plan.kept import kept_with_plan
 from tilewise.plan.row_ranges import count

@@ -12,9 +12,9 @@ from tilewise.layouts.layout import Layout, contiguous, zigzag
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.payload import Payload
 from tilewise.plan.row_ranges import count
+from tilewise.simulation.halves import EXACT_RANKS
 from tilewise.simulation.machine import KernelSpeed, Machine
 from tilewise.simulation.network import blocks
-from tilewise.simulation.halves import EXACT_RANKS
 from tilewise.strategies.ring import ring
 from tilewise.workload import LAYOUTS, Workload
 

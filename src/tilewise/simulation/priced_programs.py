@@ -47,9 +47,7 @@ def price_programs(
             priced[model] = writer.priced(draft_of(model))
         unresolved.append((rank, writer.operations(rank, priced[model], relabelled)))
     programs = tuple(
-        PricedProgram(
-            rank, network.compute(rank), call_seconds, tuple(writer.resolved(operations))
-        )
+        PricedProgram(rank, network.compute(rank), call_seconds, tuple(writer.resolved(operations)))
         for rank, operations in unresolved
     )
     return programs, tuple(writer.flows)

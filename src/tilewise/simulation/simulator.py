@@ -9,7 +9,7 @@ packing take time, and transfers slow kernels down, only where the machine says 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -333,7 +333,11 @@ def _simulated(
     (None: each part's own, pruned), and the ranks by whose operations theirs are priced.
     """
     plan, mask, layouts, *_ = resolved
-    n, alike, every_rank = plan.world_size, all_alike(plan, mask, layouts), Symmetry(plan.world_size)
+    n, alike, every_rank = (
+        plan.world_size,
+        all_alike(plan, mask, layouts),
+        Symmetry(plan.world_size),
+    )
     symmetry = every_rank
     if resolved.then is not None:
         _check_affordable(plan, machine, exact)
@@ -350,7 +354,9 @@ def _simulated(
                 models = _own(every_rank)
                 if n > OWN_RANKS:
                     models = {
-                        rank: Model(model, halves.relabelled(model, rank)) if model != rank else Model(rank)
+                        rank: Model(model, halves.relabelled(model, rank))
+                        if model != rank
+                        else Model(rank)
                         for rank, model in sorted(halves.models(plan).items())
                     }
                 return every_rank, halves.pruned(plan), models

@@ -212,14 +212,11 @@ def _shared(
 def _made(sides: Sequence[Sequence[_Block]], mask: Mask, cut: CallStyle) -> Placed:
     q, k = (np.concatenate([block.positions for block in side]) for side in sides)
     return tuple(
-        (call, _parts(call.q, sides[0]), _parts(call.k, sides[1]))
-        for call in _cut(q, k, mask, cut)
+        (call, _parts(call.q, sides[0]), _parts(call.k, sides[1])) for call in _cut(q, k, mask, cut)
     )
 
 
-def _parts(
-    ranges: Ranges, blocks: Sequence[_Block]
-) -> tuple[RowSelection[np.ndarray], ...]:
+def _parts(ranges: Ranges, blocks: Sequence[_Block]) -> tuple[RowSelection[np.ndarray], ...]:
     """Return which rows of which block a call reads, in the order of the call."""
     starts = [*accumulate((len(block.local) for block in blocks), initial=0)]
     parts: list[tuple[int, RowSelection[np.ndarray]]] = []

@@ -1,7 +1,7 @@
 """Fills and merges of partials that are needless go.
 
-    what is first of a partial      becomes the partial, where it is all of its rows
-    results that a kernel can add   go into the partial, not aside
+what is first of a partial      becomes the partial, where it is all of its rows
+results that a kernel can add   go into the partial, not aside
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ class _Adopter:
         rest: list[Merge[View] | Copy[View]] = []
         while place < len(ops):
             op = ops[place]
-            if not isinstance(op, Merge | Copy) or draft.buffers[op.target.buffer].home is Home.GIVEN:
+            if (
+                not isinstance(op, Merge | Copy)
+                or draft.buffers[op.target.buffer].home is Home.GIVEN
+            ):
                 break
             if op.source.buffer not in asides and not _follows(op, rest):
                 break
@@ -121,7 +124,9 @@ class _Adopter:
         adds: list[bool] = []
         for aside in attend.written:
             mine = [op for op in rest if op.source.buffer == aside.buffer]
-            where = self._place(mine) if mine and all(isinstance(x, Merge) for x in mine) else Aside()
+            where = (
+                self._place(mine) if mine and all(isinstance(x, Merge) for x in mine) else Aside()
+            )
             match where:
                 case InPlace(target, add):
                     (added if add else written).append(target)
@@ -136,7 +141,9 @@ class _Adopter:
                 case Aside():
                     written.append(aside)
                     adds.append(False)
-        draft.ops.append(attend._replace(added=tuple(added), written=tuple(written), adds=tuple(adds)))
+        draft.ops.append(
+            attend._replace(added=tuple(added), written=tuple(written), adds=tuple(adds))
+        )
         for op in rest:
             if isinstance(op, Merge):
                 self._merge(op)

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tilewise.arguments import item_bytes
 from tilewise.compiler.code import Home
-from tilewise.compiler.draft import AttendTile, Draft, Held, HeadBuffer, Kept, RowBuffer, View, blank_value
+from tilewise.compiler.draft import (
+    AttendTile,
+    Draft,
+    HeadBuffer,
+    Held,
+    Kept,
+    RowBuffer,
+    View,
+    blank_value,
+)
 from tilewise.compiler.facts import Facts
 from tilewise.compiler.ops import (
     ComputeDelta,
@@ -22,8 +30,9 @@ from tilewise.compiler.ops import (
     TeamExchange,
     Wait,
 )
-from tilewise.compiler.program import Compute, Launch, Team, Wait as Await, compute_label, wait_label
-from tilewise.plan.builder import operand, partial
+from tilewise.compiler.program import Compute, Launch, Team, compute_label, wait_label
+from tilewise.compiler.program import Wait as Await
+from tilewise.plan.builder import partial
 from tilewise.plan.ir import Role, Side, Tile
 from tilewise.plan.payload import STATISTICS, Field
 
@@ -165,7 +174,9 @@ class _Heads:
                 rows = facts.whole_layouts[side].sizes[0] if whole else facts.num_own_rows(side)
                 heads = payload.heads(side) * (1 if whole else facts.plan.world_size)
                 form = HeadBuffer(exchange, side, whole)
-                buffer = RowBuffer(f"heads of {side.name.lower()}", rows, fields, heads, Home.WORKSPACE, form)
+                buffer = RowBuffer(
+                    f"heads of {side.name.lower()}", rows, fields, heads, Home.WORKSPACE, form
+                )
                 found[side] = self._draft.new(buffer._replace(within=(inside.buffer, 0)))
         return found
 
@@ -192,9 +203,7 @@ class _Heads:
         home = Home.KEPT if first and facts.keeps else Home.WORKSPACE
         arriving, self._buffers[role] = self._buffer("arriving heads", role, sent=False, home=home)
         if home is Home.KEPT:
-            items = tuple(
-                (one.item, 0, ((0, facts.num_rows(one.item)),)) for one in launch.recvs
-            )
+            items = tuple((one.item, 0, ((0, facts.num_rows(one.item)),)) for one in launch.recvs)
             draft.kept.append(Kept(arriving.buffer, items))
         most = sum(facts.longest_bytes[part] for part in launch.team.parts)
         label = f"step {launch.step}, {(launch.recvs or launch.sends)[0].item}"

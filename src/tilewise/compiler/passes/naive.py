@@ -148,9 +148,7 @@ class _Writer:
         heads = facts.own_heads(Side.Q)
         field = Field("out", width, facts.payload.dtype)
         out = draft.apart("out", rows, (field,), heads, Home.GIVEN)
-        product = draft.apart(
-            "out * dout", rows, (field._replace(dtype=facts.accumulator),), heads
-        )
+        product = draft.apart("out * dout", rows, (field._replace(dtype=facts.accumulator),), heads)
         dout, delta = own._replace(fields=("dout",)), own._replace(fields=("delta",))
         draft.ops.append(ComputeDelta("delta", out, dout, product, delta))
 
@@ -225,7 +223,9 @@ class _Writer:
             return self.draft.rows(wire, ranges[0])
         if (item, rows) not in self.here.wires:
             name, label = f"{item} to send", f"pack {item}{rows_label(rows)}"
-            self.here.wires[item, rows] = part = self._packed(name, item, count_rows(rows), whole=False)
+            self.here.wires[item, rows] = part = self._packed(
+                name, item, count_rows(rows), whole=False
+            )
             self._copy_ranges(label, wire, ranges, part)
         return self.here.wires[item, rows]
 

@@ -33,10 +33,7 @@ from tilewise.plan.payload import STATISTICS, Field, RowFormat
 def place(draft: Draft, facts: Facts) -> Code:
     """Return the code: every buffer's tensors, and where they lie in the workspace."""
     writer = _Writer(draft)
-    kept = [
-        KeptBuffer(writer.buffer_of(one.buffer), one.items)
-        for one in draft.kept
-    ]
+    kept = [KeptBuffer(writer.buffer_of(one.buffer), one.items) for one in draft.kept]
     if facts.forward is not None:
         writer.name_saved()
     ops = tuple(map(writer.op, draft.ops))
@@ -90,7 +87,9 @@ class _Writer:
             case Decode():
                 return op._replace(source=self._packed(op.source), target=self.refs(op.target))  # pyright: ignore
             case Post():
-                leaving, arriving = (tuple(map(self._message, x)) for x in (op.leaving, op.arriving))
+                leaving, arriving = (
+                    tuple(map(self._message, x)) for x in (op.leaving, op.arriving)
+                )
                 return op._replace(leaving=leaving, arriving=arriving)  # pyright: ignore
             case Wait():
                 return op._replace(touched=tuple(map(self._message, op.touched)))  # pyright: ignore
@@ -165,14 +164,16 @@ class _Writer:
         self.buffers.append(Buffer(name, num_bytes, home, buffer.part_rows))
         return self._tensor(TensorSpec(name, len(self.buffers) - 1, 0, shape, strides, field.dtype))
 
-    def _within(
-        self, number: int, buffer: RowBuffer, field: Field, shape: tuple[int, ...]
-    ) -> int:
+    def _within(self, number: int, buffer: RowBuffer, field: Field, shape: tuple[int, ...]) -> int:
         """A field that lies in rows beside others."""
         memory, start, batch = self.buffer_of(number), self._start(buffer), self._draft.batch
         name = f"{buffer.name}.{field.name}"
         if isinstance(buffer.form, HeadBuffer):
-            (one,) = [x for x in buffer.form.exchange.fields if (x.side, x.name) == (buffer.form.side, field.name)]
+            (one,) = [
+                x
+                for x in buffer.form.exchange.fields
+                if (x.side, x.name) == (buffer.form.side, field.name)
+            ]
             shape, strides = one.whole if buffer.form.whole else one.by_rank
             start = one.start * item_bytes(one.dtype)
             return self._tensor(TensorSpec(name, memory, start, shape, strides, one.dtype))
@@ -224,7 +225,9 @@ class _Writer:
                 width, batch = buffer.form.num_bytes, self._draft.batch
                 shape, strides = (buffer.num_rows, batch, width), (batch * width, width, 1)
             memory = self.buffer_of(found.buffer)
-            spec = TensorSpec(f"{buffer.name}.bytes", memory, self._start(buffer), shape, strides, "uint8")
+            spec = TensorSpec(
+                f"{buffer.name}.bytes", memory, self._start(buffer), shape, strides, "uint8"
+            )
             self._bytes[found.buffer] = self._tensor(spec)
         return (Ref(self._bytes[found.buffer], found.rows, None),)
 

@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from tilewise.compiler.code import Home
-from tilewise.compiler.draft import Draft, RowBuffer, View
+from tilewise.compiler.draft import Draft, RowBuffer
 from tilewise.compiler.facts import Facts
 from tilewise.plan.builder import partial
-from tilewise.plan.ir import Item, Role, Side
+from tilewise.plan.ir import Item, Role
 
 
 def side_by_side(draft: Draft, facts: Facts) -> None:
@@ -61,7 +61,9 @@ def _place_partials(
     draft: Draft, facts: Facts, items: Sequence[Item], of_item: dict[Item, list[int]]
 ) -> None:
     side = items[0].side
-    first = {item: [n for n in of_item[item] if draft.buffers[n].form is None][:1] for item in items}
+    first = {
+        item: [n for n in of_item[item] if draft.buffers[n].form is None][:1] for item in items
+    }
     sizes = [facts.num_rows(item) for item in items]
     name, heads = ", ".join(map(str, items)), facts.payload.heads(side)
     fields = facts.result_fields(side)

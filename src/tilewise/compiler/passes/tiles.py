@@ -112,12 +112,12 @@ def _joined(
         beside = draft.side_by_side(chosen)
         if beside is not None:
             return beside
-    counts = [
-        num_rows(part.block, draft.num_rows(x)) for part, x in zip(parts, views, strict=True)
-    ]
+    counts = [num_rows(part.block, draft.num_rows(x)) for part, x in zip(parts, views, strict=True)]
     one = draft.buffers[views[0].buffer]
     fields = draft.fields_of(views[0])
-    target = draft.apart("rows of " + " ".join(x.name for x in fields), sum(counts), fields, one.heads)
+    target = draft.apart(
+        "rows of " + " ".join(x.name for x in fields), sum(counts), fields, one.heads
+    )
     offset = 0
     for part, source, rows in zip(parts, views, counts, strict=True):
         if isinstance(part.call, np.ndarray):
