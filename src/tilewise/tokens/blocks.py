@@ -59,7 +59,8 @@ class GradientSums:
         sums = self._sums.get(parameter)
         if sums is None:
             sums = self._sums[parameter] = _blank(parameter)
-        add_terms(sums, rows, MANY_TERMS)
+        if rows.numel():
+            add_terms(sums, rows, MANY_TERMS)
 
 
 def run_by_blocks(
@@ -224,7 +225,7 @@ def sum_gradients(module: nn.Module, transport: Transport, sums: GradientSums | 
 
 def _as_rows(x: Tensor) -> Tensor:
     """A parameter's rows; one of a single dimension is one row."""
-    return x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x.reshape(1, -1)
+    return x.flatten(0, -2) if x.ndim > 1 else x.reshape(1, -1)
 
 
 def _blank(parameter: Tensor) -> Tensor:
