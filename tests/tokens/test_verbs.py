@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from itertools import pairwise
 from random import Random
@@ -16,6 +17,7 @@ import tilewise as tw
 from tilewise.compiler.code_check import check_code
 from tilewise.compiler.row_code import row_code
 from tilewise.compiler.row_moves import RowMoves
+from tilewise.execution.run import BoundCode
 from tilewise.tokens import moves as moves_of_verbs
 from tilewise.tokens.gather import gather_stages, gathers_in_stages
 
@@ -477,6 +479,23 @@ def test_other_dtypes_travel_as_they_are(dtype: torch.dtype):
         assert torch.equal(cp.roll(mine, -1, 0, fill=0), want)
 
     tw.loopback(3, on_rank)
+
+
+def test_codes_of_verbs_go_with_their_group():
+    """Moves are kept for other groups; codes have the memory of one."""
+
+    def on_rank(rank: int, group: Any) -> None:
+        cp = tw.ContextParallel(group, num_tokens=12, layout=tw.zigzag(12, 2))
+        cp.gather(normal(6, 2).requires_grad_()).sum().backward()
+
+    def num_codes() -> int:
+        gc.collect()
+        return sum(isinstance(x, BoundCode) for x in gc.get_objects())
+
+    before = num_codes()
+    for _ in range(3):
+        tw.loopback(2, on_rank)
+        assert num_codes() == before
 
 
 def test_half_precision_gradients_are_summed_in_fp32():

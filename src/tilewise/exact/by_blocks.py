@@ -79,7 +79,8 @@ class GradientSums:
         sums = self._sums.get(parameter)
         if sums is None:
             sums = self._sums[parameter] = self.blank(parameter)
-        add_terms(sums, rows)
+        if rows.numel():
+            add_terms(sums, rows)
 
 
 def run_by_blocks(

@@ -87,5 +87,8 @@ def _check(x: Any, weight: Any, bias: Any, activation: Any) -> None:
     if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[:1]):
         shape = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
         raise ValueError(f"bias {shape} must be [{weight.shape[0]}], one for each channel")
+    for name, given in (("weight", weight), ("bias", x if bias is None else bias)):
+        if given.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"{name} is {given.dtype}, x {x.dtype}; make them equal")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation ({activation!r}) must be None, 'silu' or 'swish'")

@@ -106,7 +106,7 @@ def sum_gradients(module: nn.Module, transport: Transport, terms: GradientTerms)
 
 def as_rows(x: Tensor) -> Tensor:
     """A parameter's rows; one of a single dimension is one row."""
-    return x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x.reshape(1, -1)
+    return x.flatten(0, -2) if x.ndim > 1 else x.reshape(1, -1)
 
 
 def _summed(
