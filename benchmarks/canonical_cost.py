@@ -39,7 +39,7 @@ def main() -> None:
     arguments = parser.parse_args()
     n = arguments.ranks
     tokens = n * arguments.tokens
-    plans = {"ring": tw.ring(n), "ulysses": tw.ulysses(n)}
+    plans = {"all_gather": tw.all_gather(n), "ulysses": tw.ulysses(n)}
     layouts = {"zigzag": tw.zigzag(tokens, n), "striped": tw.striped(tokens, n)}
     print(f"{n} ranks of {arguments.tokens} tokens, 8 heads of 64, causal, both passes; least of")
     print(f"{arguments.repeats} runs, alternating")

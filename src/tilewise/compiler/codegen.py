@@ -45,7 +45,7 @@ def pass_code(
 def pass_facts(
     passes: Passes, rank: int, *, backward: bool, call: CallTraits, traits: CodeTraits
 ) -> tuple[Facts, ...]:
-    """The facts from which each part of a pass is compiled; they hold what its forward pass keeps."""
+    """The facts from which each part of a pass is compiled, with what its forward pass keeps."""
     require_range("rank", rank, 0, passes[0].plan.world_size - 1)
     found: list[Facts] = []
     for part in passes[backward].parts:

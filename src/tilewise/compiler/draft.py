@@ -123,10 +123,10 @@ class Draft:
     """
 
     batch: int
-    ops: list[DraftOp] = field(default_factory=list)
-    buffers: list[RowBuffer] = field(default_factory=list)
-    inside: list[View | None] = field(default_factory=list)
-    kept: list[Kept] = field(default_factory=list)
+    ops: list[DraftOp] = field(default_factory=list[DraftOp])
+    buffers: list[RowBuffer] = field(default_factory=list[RowBuffer])
+    inside: list[View | None] = field(default_factory=list[View | None])
+    kept: list[Kept] = field(default_factory=list[Kept])
     by_head: bool = False
 
     def new(self, buffer: RowBuffer) -> View:

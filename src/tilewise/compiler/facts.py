@@ -1,4 +1,4 @@
-"""The facts that the passes of the compiler read: a resolved call, a rank, its transport and kernel."""
+"""The facts that the compiler's passes read: a resolved call, a rank, its transport and kernel."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Facts:
 
     @cached_property
     def groups(self) -> HeadGroups:
-        """Heads of the call's tensors by group. A latent is of all heads: every group has it whole."""
+        """Heads of the call's tensors, by group. Each group has a latent whole, of all heads."""
         groups = self.resolved.groups
         return groups._replace(num_kv_heads=1) if self.latent else groups
 
@@ -225,7 +225,7 @@ class Facts:
         )
 
     def own_fields(self, side: Side) -> tuple[Field, ...]:
-        """The call's tensors of a side, as they are given; delta, which the pass makes, with them."""
+        """The call's tensors of a side as they are given, and delta, which the pass makes."""
         payload = self.payload
         fields = [Field(name, width, payload.dtype) for name, width in payload.inputs(side)]
         if payload.backward and side is Side.Q:

@@ -219,7 +219,7 @@ class Expand(NamedTuple, Generic[V]):
 
 
 class Pull(NamedTuple, Generic[V]):
-    """Compute the gradient of the latents that the last Expand read from those of keys and values."""
+    """Compute the gradient of the latents that the last Expand read, from dk and dv."""
 
     label: str
     gradients: Reads[V]
@@ -278,7 +278,7 @@ Op: TypeAlias = (
 
 @cache
 def _places(kind: type[Any], mark: str) -> tuple[tuple[int, bool], ...]:
-    """Fields of a kind of operation that are read, or written: place, and whether it has several."""
+    """Fields of a kind of operation that are read, or written: place, and whether several."""
     found: list[tuple[int, bool]] = []
     hints = get_type_hints(kind, include_extras=True)
     for place, name in enumerate(kind._fields):
@@ -306,8 +306,6 @@ def writes(op: Op[V]) -> list[V]:
 def _marked(op: Op[Any], mark: str) -> list[Any]:
     found: list[Any] = []
     for place, several in _places(type(op), mark):
-        if several:
-            found += op[place]
-        else:
-            found.append(op[place])
+        operand: Any = op[place]
+        found += operand if several else (operand,)
     return found

@@ -22,7 +22,7 @@ from tilewise.arguments import require_type
 from tilewise.exact.sums import add_terms, blank_sums, folded, merge_sums, rounded
 from tilewise.layouts.layout import Layout
 from tilewise.layouts.whole_blocks import split_blocks, whole_blocks
-from tilewise.tokens.gradients import GradientTerms, as_rows
+from tilewise.tokens.gradients import as_rows
 from tilewise.tokens.pieces import Piece, pieces_of
 from tilewise.transport.agreement import agree, settled
 from tilewise.transport.means import Sum
@@ -88,7 +88,7 @@ def run_by_blocks(
     inputs: Sequence[Tensor],
     layout: Layout,
     transport: Transport,
-    sums: GradientTerms,
+    sums: GradientSums,
     dim: int,
 ) -> Rows:
     """Run a layer on each block of this rank's tokens; returns its rows.

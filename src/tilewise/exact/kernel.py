@@ -284,7 +284,9 @@ def _walks(
     found = documents(mask, whole_mask, num_tokens, own, positions)
     return tuple(
         _Walk(
-            *(torch.from_numpy(x) for x in (document.own, document.walked, document.slots)),
+            torch.from_numpy(document.own),
+            torch.from_numpy(document.walked),
+            torch.from_numpy(document.slots),
             (document.num_own_blocks, document.sizes.own),
             (document.num_walked_blocks, document.sizes.walked),
             torch.from_numpy(document.in_own_blocks(document.own_positions)),
@@ -302,7 +304,8 @@ def _meetings(document: Document) -> tuple[tuple[_Meeting, ...], ...]:
         start = number * document.sizes.walked
         stop = start + document.sizes.walked
         some = ((low < stop) & (high > start)).any((0, 2))
-        every = ((low <= start) & (high >= stop)).any(0).all(1)
+        sees_all: np.ndarray = ((low <= start) & (high >= stop)).any(0)
+        every: np.ndarray = np.all(sees_all, axis=-1)
         places = np.arange(start, stop)
         for block in np.flatnonzero(some).tolist():
             allowed = None

@@ -135,7 +135,7 @@ def resolve(
         max_logit=call.return_max_logit,
     )
     if exact:
-        from tilewise.exact.call import exact_kernel, exact_passes
+        from tilewise.exact.call import exact_passes
 
         passes = exact_passes(shape, call.plan, call.backward_plan)
     else:
@@ -158,6 +158,8 @@ def resolve(
         call = replace(call, needs_grad=True)
     square = layouts[0] == layouts[1]
     if exact:
+        from tilewise.exact.call import exact_kernel
+
         kernel = exact_kernel(call, q)
     else:
         kernel = _kernel(call, q, max(head_dim, v_head_dim), scores.needs, square)

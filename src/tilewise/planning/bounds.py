@@ -155,7 +155,7 @@ class _TileBounds:
         self._query_sizes = self.layouts[0].sizes
 
     def seconds(self, tile: Tile) -> float:
-        """Seconds of a tile at least: its launch, and its FLOP at the speed of a call of its size."""
+        """Return the least seconds of a tile: a launch, and its FLOP at the speed of one call."""
         area = self._area(tile)
         if not area:
             return 0.0

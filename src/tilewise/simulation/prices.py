@@ -119,7 +119,7 @@ class PassPrices:
 
     @cached_property
     def _allowed_share(self) -> float:
-        """Share of the pairs of a call that are computed: a call of whole rows skips blocks that the
+        """Share of a call's pairs that are computed. A call of whole rows skips blocks that the
         mask hides, and is taken to have as many of them as the whole table.
         """
         if not self.resolved.payload.whole_rows:

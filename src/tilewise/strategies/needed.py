@@ -82,7 +82,9 @@ def _needed(mask: Mask, layout: Layout, node_size: int | None, side: Side, *, wh
     n = layout.world_size
     size = n if node_size is None else whole_number("node_size", node_size)
     table: Table = {
-        pair if side is Side.KV else pair[::-1]: cell.k_rows if side is Side.KV else cell.q_rows
+        pair if side is Side.KV else (pair[1], pair[0]): cell.k_rows
+        if side is Side.KV
+        else cell.q_rows
         for pair, cell in cells(mask, layout, layout).items()
     }
     shares = _direct(table, n) if size >= n else _by_node(table, n, size)

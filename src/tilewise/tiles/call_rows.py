@@ -104,7 +104,7 @@ class TileCalls(NamedTuple):
         """One call of all rows and heads of a tile, in the order of its shards."""
         sides: list[tuple[RowSelection[np.ndarray], ...]] = []
         sizes: list[int] = []
-        for side, layout, shards, rows in zip(Side, self.layouts, tile[:2], held, strict=True):
+        for layout, shards, rows in zip(self.layouts, tile[:2], held, strict=True):
             counts = [count_rows(rows_of_shard) for rows_of_shard in rows]
             starts = [*accumulate(counts, initial=0)]
             sizes.append(starts[-1])

@@ -70,16 +70,19 @@ def errors(code: Code, named: Sequence[Named]) -> dict[str, Tensor]:
     tensors = {name: x for side_tensors in named for name, x in side_tensors.items()}
     error_by_name = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in tensors.items()}
     for op in code.ops:
-        if not isinstance(op, Encode) or code.home(op.source) is not Home.GIVEN:
+        if not isinstance(op, Encode):
             continue
-        name = code.tensors[op.source.tensor].name
-        x = part_of(tensors[name], op.source)
-        if op.field.wire is None or not x.numel():
-            continue
-        arrives = decode(op.field, encode(op.field, x, op.counter), torch.empty_like(x))
-        error = x.double() - arrives.double()
-        largest_error = part_of(error_by_name[name], op.source)
-        largest_error.copy_(torch.where(error.abs() > largest_error.abs(), error, largest_error))
+        for ref, field in zip(op.source, op.fields, strict=True):
+            name = code.tensors[ref.tensor].name
+            if code.home(ref) is not Home.GIVEN or field.wire is None:
+                continue
+            x = part_of(tensors[name], ref)
+            if not x.numel():
+                continue
+            arrives = decode(field, encode(field, x, op.counter), torch.empty_like(x))
+            error = x.double() - arrives.double()
+            largest = part_of(error_by_name[name], ref)
+            largest.copy_(torch.where(error.abs() > largest.abs(), error, largest))
     return error_by_name
 
 

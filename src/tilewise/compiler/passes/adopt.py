@@ -124,9 +124,9 @@ class _Adopter:
         adds: list[bool] = []
         for aside in attend.written:
             mine = [op for op in rest if op.source.buffer == aside.buffer]
-            where = (
-                self._place(mine) if mine and all(isinstance(x, Merge) for x in mine) else Aside()
-            )
+            merges = [op for op in mine if isinstance(op, Merge)]
+            plain = bool(merges) and len(merges) == len(mine)
+            where = self._place(merges) if plain else Aside()
             match where:
                 case InPlace(target, add):
                     (added if add else written).append(target)
@@ -179,7 +179,7 @@ class _Adopter:
             ranges = all(op.source.rows is None or op.source.rows[2] == 1 for op in merges)
             ranges = ranges and all(x.rows is None or x.rows[2] == 1 for x in targets)
             size = draft.buffers[targets[0].buffer].num_rows
-            # Rows of a call are rows of different tokens, so as many as there are means all of them.
+            # Rows of a call are of different tokens, so as many as there are means all of them.
             if ranges and sum(map(draft.num_rows, targets)) == size:
                 return Copied()
         return Aside()

@@ -12,6 +12,7 @@ from tilewise.compiler.code import Home
 from tilewise.compiler.draft import (
     AttendTile,
     Draft,
+    DraftOp,
     HeadBuffer,
     Held,
     Kept,
@@ -130,7 +131,9 @@ class _Heads:
         """Write the program anew; of what the first pass wrote, the call's tensors stay."""
         draft, facts = self._draft, self._facts
         draft.by_head = True
-        old, draft.ops = draft.ops, [op for op in draft.ops if isinstance(op, ComputeDelta)]
+        old, kept = draft.ops, list[DraftOp]()
+        kept += (op for op in old if isinstance(op, ComputeDelta))
+        draft.ops = kept
         for op in old:
             if isinstance(op, Copy) and draft.buffers[op.source.buffer].home is Home.GIVEN:
                 item = draft.buffers[op.target.buffer].item

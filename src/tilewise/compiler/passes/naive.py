@@ -40,9 +40,11 @@ class Holdings:
         wires: items as they travel: packed here, or as they arrived.
     """
 
-    operands: dict[Item, Held] = field(default_factory=dict)
-    partials: dict[Item, View] = field(default_factory=dict)
-    wires: dict[tuple[Item, Rows | None], View] = field(default_factory=dict)
+    operands: dict[Item, Held] = field(default_factory=dict[Item, Held])
+    partials: dict[Item, View] = field(default_factory=dict[Item, View])
+    wires: dict[tuple[Item, Rows | None], View] = field(
+        default_factory=dict[tuple[Item, Rows | None], View]
+    )
 
 
 def naive(facts: Facts) -> Draft:

@@ -256,7 +256,7 @@ class _Writer:
 
 def _mapped(op: Op[View], refs: Callable[[View], Refs]) -> Any:
     """An operation with each operand as tensors."""
-    fields = list(op)
+    fields: list[Any] = list(op)
     for place, several in operand_places(type(op)):
         fields[place] = tuple(map(refs, fields[place])) if several else refs(fields[place])
     return type(op)(*fields)

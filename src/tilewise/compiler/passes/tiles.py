@@ -57,6 +57,7 @@ def _attend(draft: Draft, facts: Facts, tile: AttendTile, parts: CallParts[np.nd
         operands += (draft.heads(view, heads[side]) for view in views)
         rows.append(draft.num_rows(views[0]))
     results: list[View] = []
+    by_lse = not facts.payload.backward
     merges: list[Merge[View] | Copy[View]] = []
     for side in Side:
         targets = tile.partials[side]
@@ -67,7 +68,8 @@ def _attend(draft: Draft, facts: Facts, tile: AttendTile, parts: CallParts[np.nd
             aside = draft.apart("results of a call", rows[side], fields, num_heads)
             results.append(aside)
             label = f"merge {of}"
-            merges += _merges(draft, facts, label, aside, targets, selections[side], heads[side])
+            mine = [draft.heads(target, heads[side]) for target in targets]
+            merges += _merges(draft, label, aside, mine, selections[side], by_lse)
     places = _places(draft, facts, tile.tile, parts) if facts.needs_places else None
     made = tuple(_made_bytes(draft, view, facts.payload.dtype) for view in results)
     adds = (False,) * len(results)
@@ -146,15 +148,13 @@ def _picked(draft: Draft, label: str, view: View, rows: slice | np.ndarray | Non
 
 def _merges(
     draft: Draft,
-    facts: Facts,
     label: str,
     aside: View,
     targets: Sequence[View],
     parts: Sequence[RowSelection[np.ndarray]],
-    heads: slice | None,
+    by_lse: bool,
 ) -> list[Merge[View] | Copy[View]]:
     """Add the results of a call to the partials that its rows belong to."""
-    by_lse = not facts.payload.backward
     found: list[Merge[View] | Copy[View]] = []
     for part in parts:
         source = aside
@@ -164,7 +164,7 @@ def _merges(
             found.append(Copy(label, aside, source, Table.of(part.call)))
         else:
             source = draft.rows(aside, part.call)
-        target = draft.heads(targets[part.shard], heads)
+        target = targets[part.shard]
         if not isinstance(part.local, np.ndarray):
             found.append(Merge(label, source, draft.rows(target, part.local), by_lse))
             continue
