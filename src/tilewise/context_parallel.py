@@ -477,9 +477,10 @@ class ContextParallel:
         """
         if self.reduction == "fast":
             return module(*inputs)
-        from tilewise.exact.by_blocks import run_by_blocks
+        from tilewise.exact.by_blocks import GradientSums, run_by_blocks
 
         transport = transport_for(self.group)
+        assert isinstance(self._gradients, GradientSums), "made with the reduction"
         return run_by_blocks(module, inputs, self.layout, transport, self._gradients, dim)
 
     def sum_gradients(self, module: torch.nn.Module) -> None:

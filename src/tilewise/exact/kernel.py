@@ -305,7 +305,7 @@ def _meetings(document: Document) -> tuple[tuple[_Meeting, ...], ...]:
         stop = start + document.sizes.walked
         some = ((low < stop) & (high > start)).any((0, 2))
         sees_all: np.ndarray = ((low <= start) & (high >= stop)).any(0)
-        every: np.ndarray = np.all(sees_all, axis=-1)
+        every: list[bool] = [bool(rows.all()) for rows in sees_all]
         places = np.arange(start, stop)
         for block in np.flatnonzero(some).tolist():
             allowed = None

@@ -81,11 +81,10 @@ def _needed(mask: Mask, layout: Layout, node_size: int | None, side: Side, *, wh
     require_type(Mask, "mask", mask).check_tokens(layout.num_tokens)
     n = layout.world_size
     size = n if node_size is None else whole_number("node_size", node_size)
+    keys = side is Side.KV
     table: Table = {
-        pair if side is Side.KV else (pair[1], pair[0]): cell.k_rows
-        if side is Side.KV
-        else cell.q_rows
-        for pair, cell in cells(mask, layout, layout).items()
+        (q, kv) if keys else (kv, q): cell.k_rows if keys else cell.q_rows
+        for (q, kv), cell in cells(mask, layout, layout).items()
     }
     shares = _direct(table, n) if size >= n else _by_node(table, n, size)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import TypeAlias
 
 from tilewise.compiler.code import Home
 from tilewise.compiler.draft import AttendTile, Draft, Held, RowBuffer, View, blank_value
@@ -29,6 +30,9 @@ from tilewise.plan.ir import Item, Role, Rows, Side, Tile, Transfer, rows_label
 from tilewise.plan.payload import STATISTICS, Field
 from tilewise.plan.row_ranges import count, count_rows, packed_ranges
 
+Travelling: TypeAlias = tuple[Item, Rows | None]
+"""An item as it travels, and which of its rows; None: all that are here."""
+
 
 @dataclass
 class Holdings:
@@ -42,9 +46,7 @@ class Holdings:
 
     operands: dict[Item, Held] = field(default_factory=dict[Item, Held])
     partials: dict[Item, View] = field(default_factory=dict[Item, View])
-    wires: dict[tuple[Item, Rows | None], View] = field(
-        default_factory=dict[tuple[Item, Rows | None], View]
-    )
+    wires: dict[Travelling, View] = field(default_factory=dict[Travelling, View])
 
 
 def naive(facts: Facts) -> Draft:
