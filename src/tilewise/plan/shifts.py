@@ -8,7 +8,7 @@ of one rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from math import gcd, lcm
 from typing import Any, NamedTuple, TypeVar
@@ -144,3 +144,20 @@ def absolute(rank: Number, seen_by: Any, shifts: tuple[Shift, ...]) -> Number:
             digit = rank // p % radix
             rank = rank + ((digit + shift) % radix - digit) * p
     return rank
+
+
+def relabelled(model: int, rank: int, shifts: tuple[Shift, ...]) -> Callable[[int], int]:
+    """Return the function from what one rank calls a rank or a shard to what another of its class
+    calls it.
+    """
+    if model == rank:
+        return int
+    known: dict[int, int] = {}
+
+    def name(number: int) -> int:
+        found = known.get(number)
+        if found is None:
+            found = known[number] = absolute(relative(number, model, shifts), rank, shifts)
+        return found
+
+    return name

@@ -12,7 +12,7 @@ from tilewise.layouts.layout import Layout, contiguous, zigzag
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.payload import Payload
 from tilewise.plan.row_ranges import count
-from tilewise.simulation.halves import EXACT_RANKS
+from tilewise.simulation.halves import OWN_RANKS
 from tilewise.simulation.machine import KernelSpeed, Machine
 from tilewise.simulation.network import blocks
 from tilewise.strategies.ring import ring
@@ -62,7 +62,7 @@ class PassModel:
         if self.alike is None:
             return self.world_size > EXACT_UNLIKE_RANKS
         whole = all(self.world_size % block == 0 for block in blocks(self.machine, self.world_size))
-        return whole and self.world_size > EXACT_RANKS
+        return whole and self.world_size > OWN_RANKS
 
     @property
     def least_share(self) -> float:

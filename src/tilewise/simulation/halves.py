@@ -6,17 +6,21 @@ others send all of it. This says which, for all ranks at once, faster than pruni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Rows, Side, Transfer
 from tilewise.plan.kept import kept_with_plan
-from tilewise.plan.shifts import Shift, absolute, absolutes, relative
+from tilewise.plan.shifts import Shift, absolutes, relative
 
 EXACT_RANKS = 64
 """Up to this many ranks, every rank is simulated as it is pruned under a causal mask."""
+
+OWN_RANKS = 16
+"""Up to this many ranks, each is priced by its own operations. Of more, one rank of each class is:
+ranks that are relabelled from one template, and of whose transfers the same ones are whole."""
 
 Array = np.ndarray
 
@@ -84,11 +88,6 @@ class Halves:
             for rank, row in zip(members.tolist(), table, strict=True):
                 models[rank] = first.setdefault(row.tobytes(), rank)
         return models
-
-    def relabelled(self, model: int, rank: int) -> Callable[[int], int]:
-        """Return what a rank calls the ranks and shards that a model of its names."""
-        shifts = self._shifts
-        return lambda number: absolute(relative(number, model, shifts), rank, shifts)
 
     def pruned(self, plan: Plan) -> Plan:
         """The plan with the rows that the mask leaves of every transfer."""

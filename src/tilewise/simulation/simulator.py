@@ -21,10 +21,10 @@ from tilewise.compiler.pruning import all_alike
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.plan.builder import gc_paused
 from tilewise.plan.ir import Plan, find_symmetry
-from tilewise.plan.shifts import Symmetry
+from tilewise.plan.shifts import Symmetry, relabelled
 from tilewise.simulation.disturbance import disturbed
 from tilewise.simulation.engine import Deadlock, EventLoop, PricedProgram
-from tilewise.simulation.halves import EXACT_RANKS, halves_of
+from tilewise.simulation.halves import EXACT_RANKS, OWN_RANKS, halves_of
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
 from tilewise.simulation.peak_memory import PassMemory
@@ -42,10 +42,6 @@ from tilewise.workload import Workload
 MOST_MESSAGES = 1 << 17
 """Up to this many messages of a pass, all ranks are simulated where their programs are few programs
 relabelled. Ten thousand messages take about a second."""
-
-OWN_RANKS = 16
-"""Up to this many ranks, each is priced by its own operations. Of more, one rank of each class is:
-ranks that are relabelled from one template, and of whose transfers the same ones are whole."""
 
 MOST_APART = 1024
 """Up to this many ranks that are not alike are simulated without exact=True: more take minutes."""
@@ -354,9 +350,7 @@ def _simulated(
                 models = _own(every_rank)
                 if n > OWN_RANKS:
                     models = {
-                        rank: Model(model, halves.relabelled(model, rank))
-                        if model != rank
-                        else Model(rank)
+                        rank: Model(model, relabelled(model, rank, shifts))
                         for rank, model in sorted(halves.models(plan).items())
                     }
                 return every_rank, halves.pruned(plan), models
@@ -367,8 +361,14 @@ def _simulated(
 
 
 def _own(symmetry: Symmetry) -> dict[int, Model]:
-    """Every rank that stands for others is priced by its own operations."""
-    return {rank: Model(rank) for rank in symmetry.representatives()}
+    """The models of the ranks that are simulated: themselves where they are few, else the ranks
+    that they are relabelled from.
+    """
+    ranks, shifts = symmetry.representatives(), symmetry.plan_shifts
+    if symmetry.world_size <= OWN_RANKS or not shifts:
+        return {rank: Model(rank) for rank in ranks}
+    templates = {rank: symmetry.template(rank) for rank in ranks}
+    return {rank: Model(x, relabelled(x, rank, shifts)) for rank, x in templates.items()}
 
 
 def num_messages(plan: Plan) -> int:
