@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 pytest.importorskip("trl", reason="needs trl")
@@ -28,6 +32,10 @@ FEW = {
     ),
     "SFT, packed, LoRA": Run("sft", "gemma3", PACKED, lora=True),
     "SFT, padded, sinks": Run("sft", "gpt_oss", NO_BALANCE, columns="prompt"),
+    "Trainer, tokens masked by workers": Run(
+        "trainer", args={"dataloader_num_workers": 2}, masked=True
+    ),
+    "Trainer, evaluated first": Run("trainer", evaluates_first=True),
     "DPO": Run("dpo", "qwen2"),
     "GRPO": Run("grpo"),
 }
@@ -44,6 +52,11 @@ MANY = {
         "trainer", args={"gradient_accumulation_steps": 2}, own_loss=True
     ),
     "compiled by inductor": Run("trainer", args={"torch_compile": True}),
+    "compiled, evaluated first": Run(
+        "trainer",
+        args={"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        evaluates_first=True,
+    ),
     "RLOO": Run("rloo", "qwen3"),
     "Trainer, Llama 4's chunks": Run("trainer", "llama4"),
     "Trainer, gated delta rules": Run("trainer", "Qwen3Next"),
@@ -124,6 +137,19 @@ def test_a_run_resumes_in_the_middle_of_an_epoch_and_its_adapters_load_unsplit(t
     assert adapters and largest_difference(adapters, trained) == 0
 
 
+@pytest.mark.parametrize(
+    "state_dict_type",
+    ["FULL_STATE_DICT", pytest.param("SHARDED_STATE_DICT", marks=pytest.mark.slow)],
+)
+def test_a_run_under_fsdp2_resumes_from_files_that_one_rank_wrote(state_dict_type: str, tmp_path):
+    run = Run("trainer", args={"optim": "adamw_torch"}).split(2)
+    for found in run_processes(2, resume, 2, run, str(tmp_path), state_dict_type):
+        assert largest_difference(found["resumed"], found["whole"]) == 0
+    if state_dict_type == "FULL_STATE_DICT":
+        saved = torch.load(tmp_path / "checkpoint-5" / "pytorch_model_fsdp.bin")
+        assert largest_difference(saved, found["whole"]) == 0
+
+
 @pytest.mark.slow
 def test_bf16_is_within_rounding(tmp_path):
     runs = {"SFT": Run("sft", args=PACKED | {"bf16": True}), "DPO": Run("dpo", args={"bf16": True})}
@@ -146,6 +172,22 @@ def test_trainers_and_settings_that_cannot_be_split_are_refused_before_the_first
     assert "neftune_noise_alpha (5.0) cannot be honoured" in first["noise"]["error"]
     assert "router_aux_loss_coef=0.0" in first["balance"]["error"]
     assert "PROMPT_TUNING puts tokens of its own" in first["prompt"]["error"]
+
+
+def test_completions_are_counted_by_row_where_rows_were_split_after_parsing():
+    from tilewise.integrations.hf_internals import count_completions, refused_completions
+
+    given = {"per_device_train_batch_size": 4, "world_size": 4, "steps_per_generation": 2}
+    args = SimpleNamespace(**given, generation_batch_size=32, num_generations=8)
+    count_completions(args, 2)
+    assert args.generation_batch_size == 16
+    rows = SimpleNamespace(num_processes=2)
+    assert refused_completions(args, rows) is None
+    args.num_generations = 5
+    text = r"num_generations \(5\) must divide the 16 completions .* \(4\) on 2 ranks .* \(2\)"
+    assert re.search(text, str(refused_completions(args, rows)))
+    args.use_vllm = True
+    assert "use_vllm (True) cannot be honoured" in str(refused_completions(args, rows))
 
 
 def test_reward_trainers_are_refused_by_name():

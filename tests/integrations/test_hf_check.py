@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ from transformers import (
     Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForTokenClassification,
     LlamaModel,
     MixtralForCausalLM,
     MobileBertConfig,
@@ -317,6 +319,60 @@ def test_a_loss_that_is_no_share_of_the_whole_one_is_told_from_wrong_logits():
     ):
         hf.check_model(model)
     hf.check_model(model, loss=False)
+
+
+def test_a_model_with_dropout_of_a_fixed_probability_is_tried_without():
+    """LlamaForTokenClassification drops a tenth of its inputs, whatever its configuration says."""
+    model = LlamaForTokenClassification(plain())
+    hf.check_model(model, loss=False)
+    with pytest.raises(ValueError, match="loss is not its share"):
+        hf.check_model(model)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "made", "name"),
+    [
+        (LlamaForTokenClassification, plain(), "labels"),
+        (BertForMaskedLM, BertConfig(**BERT, is_decoder=False), "labels"),
+        (BertForQuestionAnswering, BertConfig(**BERT), "start_positions"),
+    ],
+    ids=["token head", "masked", "answers"],
+)
+def test_a_model_with_a_loss_of_its_own_runs_without_labels(model_class: Any, made: Any, name: str):
+    torch.manual_seed(0)
+    whole = model_class._from_config(made, attn_implementation="eager").eval()
+    ids = case((0, 22)).input_ids
+    want = whole(ids)[0]
+
+    def on_rank(rank: int, group) -> torch.Tensor:
+        cp = tw.ContextParallel(group, num_tokens=22)
+        model = hf.parallelize(copy.deepcopy(whole), cp, f"tilewise_{rank}")
+        inputs = hf.shard(cp, ids)
+        with pytest.raises(ValueError, match=r"its share.*call it without labels"):
+            model(**inputs, **{name: ids[:, 0] if "positions" in name else inputs["input_ids"]})
+        return hf.unshard(cp, model(**inputs)[0]).detach()
+
+    for got in tw.loopback(N, on_rank):
+        torch.testing.assert_close(got, want.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_are_pooled_are_refused_when_they_are_returned():
+    made = BertConfig(**BERT)
+    ids = case((0, 22)).input_ids
+
+    def on_rank(rank: int, group) -> str:
+        cp = tw.ContextParallel(group, num_tokens=22)
+        for pools in (False, True):
+            model = BertModel(copy.deepcopy(made), add_pooling_layer=pools).eval()
+            hf.parallelize(model, cp, f"tilewise_{rank}")
+            if pools:
+                with pytest.raises(ValueError, match="returned pooler_output, made of") as e:
+                    model(**hf.shard(cp, ids))
+                return str(e.value)
+            model(**hf.shard(cp, ids))
+        raise AssertionError
+
+    assert len(set(tw.loopback(N, on_rank))) == 1
 
 
 def test_a_masked_language_model_predicts_labels_where_they_are():

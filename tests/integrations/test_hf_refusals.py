@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="needs transformers, of the extra hf"
 from support.hf_models import build, case, config
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
     BloomConfig,
     JambaConfig,
     LlamaConfig,
@@ -22,13 +23,14 @@ from transformers import (
     ModernBertForMaskedLM,
     RwkvConfig,
     T5Config,
+    WhisperConfig,
 )
 from transformers import masking_utils as mu
 
 import tilewise as tw
 from tilewise.integrations import hf
 from tilewise.integrations.hf_attention import masks_of
-from tilewise.integrations.hf_masks import packs, read_mask
+from tilewise.integrations.hf_masks import packs, read_mask, refused_model
 from tilewise.integrations.hf_rope import RopeLengths
 
 N, NUM_TOKENS = 2, 22
@@ -237,13 +239,14 @@ def test_check_model_sees_what_never_asks_for_attention():
     hf.check_model(llama("eager"))
 
 
-def test_cross_attention_is_refused():
-    from transformers import T5Model
-
-    config = T5Config(vocab_size=50, d_model=32, num_layers=1, num_heads=4, d_ff=32, d_kv=8)
-    cp = tw.ContextParallel(num_tokens=NUM_TOKENS)
-    with pytest.raises(ValueError, match="T5Config"):
-        hf.check_model(T5Model._from_config(config, attn_implementation=hf.register(cp)))
+@pytest.mark.parametrize(
+    "made", [T5Config(), BartConfig(), WhisperConfig()], ids=lambda x: type(x).__name__
+)
+def test_cross_attention_is_refused_by_its_reason(made: Any):
+    name = type(made).__name__
+    assert (
+        refused_model(made) == f"{name}: the model has cross attention, which tilewise does not run"
+    )
 
 
 def test_attention_written_by_hand_is_noticed_when_it_takes_the_mask():

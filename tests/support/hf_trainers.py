@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -36,6 +37,8 @@ class Run:
         sizes: of the ParallelismConfig; none: nothing is split.
         metrics: evaluate with compute_metrics.
         own_loss: a compute_loss_func.
+        masked: the collator draws which tokens are masked.
+        evaluates_first: before it trains.
     """
 
     trainer: str
@@ -47,6 +50,8 @@ class Run:
     iterable: bool = False
     metrics: bool = False
     own_loss: bool = False
+    masked: bool = False
+    evaluates_first: bool = False
     changes: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
 
@@ -62,6 +67,7 @@ def train(rank: int, world_size: int, runs: Mapping[str, Run], folder: str) -> d
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore  # data loaders fork
     return {name: _run(run, folder) for name, run in runs.items()}
 
 
@@ -71,6 +77,8 @@ def _run(run: Run, folder: str) -> dict[str, Any]:
         for callback in list(trainer.callback_handler.callbacks):
             if "Printer" in type(callback).__name__:
                 trainer.remove_callback(callback)
+        if run.evaluates_first:
+            trainer.evaluate()
         trainer.train()
         evaluated = trainer.evaluate() if trainer.eval_dataset is not None else {}
     except ValueError as error:
@@ -91,16 +99,47 @@ def _run(run: Run, folder: str) -> dict[str, Any]:
     }
 
 
-def resume(rank: int, world_size: int, run: Run, folder: str) -> dict[str, Any]:
-    """A run, and one that goes on from its checkpoint of step 3: their parameters."""
+def use_fsdp2(state_dict_type: str) -> None:
+    """Let an Accelerator of this process take FSDP2, on the CPU too."""
+    from types import SimpleNamespace
+
+    from accelerate import state
+    from accelerate.utils import DistributedType
+
+    os.environ.update(
+        ACCELERATE_USE_FSDP="true",
+        FSDP_VERSION="2",
+        FSDP_STATE_DICT_TYPE=state_dict_type,
+        FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
+        FSDP_CPU_RAM_EFFICIENT_LOADING="false",
+    )
+    kinds: Any = SimpleNamespace(**DistributedType.__members__)
+    kinds.MULTI_HPU = DistributedType.MULTI_CPU  # in the list of devices on which FSDP runs
+    state.DistributedType = kinds
+
+
+def resume(
+    rank: int, world_size: int, run: Run, folder: str, state_dict_type: str | None = None
+) -> dict[str, Any]:
+    """A run, and one that goes on from its checkpoint of step 3: their parameters.
+
+    Args:
+        state_dict_type: of FSDP2; None: DDP.
+    """
     train(rank, world_size, {}, folder)
+    if state_dict_type is not None:
+        use_fsdp2(state_dict_type)
     found = {}
     for name, checkpoint in (("whole", None), ("resumed", f"{folder}/checkpoint-3")):
         trainer = _trainer(replace(run, args={**run.args, **SAVES}), folder)
         trainer.train(resume_from_checkpoint=checkpoint)
         model = trainer.accelerator.unwrap_model(trainer.model)
-        found[name] = {k: x.detach().clone() for k, x in model.named_parameters()}
+        found[name] = {k: _whole(x).detach().clone() for k, x in model.named_parameters()}
     return found
+
+
+def _whole(x: Any) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def _numbers(log: Mapping[str, Any]) -> dict[str, float]:
@@ -139,7 +178,7 @@ def _plain(run: Run, model: Any, folder: str, given: Any) -> Any:
         TrainingArguments(folder, **given),
         train_dataset=data,
         eval_dataset=data[:7],
-        data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+        data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm=run.masked),
         **measured,
     )
 
@@ -288,7 +327,8 @@ def tokenizer() -> Any:
     words |= {f"w{number}": number for number in range(4, VOCABULARY)}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore
-    special = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), names, strict=True))
+    fields = ("pad_token", "bos_token", "eos_token", "unk_token", "mask_token")
+    special = dict(zip(fields, (*names, "<unk>"), strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=CHAT, **special)
 
 

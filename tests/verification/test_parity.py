@@ -33,7 +33,10 @@ def test_a_fault_of_the_zoo_is_found_and_named(case):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-QUICK = "mean_of_ranks", "labels_rolled", "own_key_seen", "sink_larger", "loss_dropped"
+QUICK = (
+    *("mean_of_ranks", "labels_rolled", "own_key_seen", "sink_larger", "loss_dropped"),
+    *("loss_per_token", "factor", "rows_silent", "wrong_derivative"),
+)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ class Wrong(torch.autograd.Function):
     """The identity, whose gradient is multiplied."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, factor: float | Tensor) -> Tensor:
         ctx.factor = factor
         return x.clone()
 
@@ -326,6 +326,8 @@ def shared_attention(
         out = out.flip(2)
     if fault == "halved":
         out = out * 0.5
+    if fault == "rows_silent" and cp.rank == 1:
+        out = out * (torch.arange(out.shape[1]) > 2)[:, None, None]
     if fault == "heads_missing":
         out = out * (torch.arange(HEADS) < HEADS - 1)[:, None]
     return out
@@ -386,6 +388,8 @@ def share(
         labels = ids
     elif fault == "loss_scaled":
         count = (labels != -100).sum()
+    elif fault == "loss_per_token":
+        count = 1.01 * count  # as of tokens, some of which predict nothing
     elif fault == "dropout_differs":
         torch.manual_seed(rank)
     if len(cp.layout.replicated) and rank:  # the loss of shared rows counts once
@@ -393,6 +397,13 @@ def share(
     if fault == "noise_per_rank" and rank:
         noise = torch.randn(ids.shape[1], WIDTH, generator=torch.Generator().manual_seed(rank))
         model.layers[0].register_forward_pre_hook(lambda _, args: (args[0] + noise, *args[1:]))
+    if fault == "factor" and rank:
+        scaled = lambda _, args: ((0.9 + 0.1 * rank) * 1.05 * args[0], *args[1:])  # noqa: E731
+        model.layers[0].register_forward_pre_hook(scaled)
+    if fault == "wrong_derivative" and rank == 1:  # in two rows, none of them the last of a rank
+        factors = torch.ones(len(positions), 1)
+        factors[2:4] = -1
+        model.head.register_forward_hook(lambda *x: Wrong.apply(x[-1], factors))
     if fault == "no_label_nan":
         labels = torch.full_like(labels, -100) if rank == 0 else labels
         count = (labels != -100).sum()
@@ -502,5 +513,9 @@ VARIANTS = (
     (Case("labels_rolled", None, Settings(), {"layout": tw.striped}), "labels_shifted"),
     (Case("labels_not_shifted", None, Settings(), {"layout": tw.contiguous}), "labels_shifted"),
     (Case("gradient_uneven", None), "gradient_scaled"),
+    (Case("loss_per_token", None), "loss_scaled"),
+    (Case("factor", "layers.0.norm", Settings(), {"layout": tw.contiguous}), "unknown"),
+    (Case("rows_silent", SECOND, Settings(), LATER), "unknown"),
+    (Case("wrong_derivative", "(the model)", Settings(), {"layout": tw.contiguous}), "unknown"),
 )
 """Faults that differ a little from those of CASES, and the cause that they are."""

@@ -31,11 +31,16 @@ __all__ = ["ParallelismConfig"]
 class ParallelismConfig(_ParallelismConfig):
     """accelerate's ParallelismConfig, whose cp_size is the number of ranks that share each row.
 
+        ParallelismConfig(cp_size=4)                      # the other processes are data-parallel
+        ParallelismConfig(cp_size=4, strategy=tw.ring(4))
+
     Sizes that are not given are read from the environment that `accelerate launch` sets. If no
     data-parallel size is given, the processes that cp_size leaves are data-parallel. For accelerate
     itself cp is not enabled: it would shard the batch, and Trainers would refuse it.
 
     Args:
+        cp_size: ranks that share each row; 1: nothing is split. Sizes are given by name.
+        dp_replicate_size, dp_shard_size: data-parallel ranks that replicate, or shard, the weights.
         strategy: "auto", or a plan such as tw.ring(4).
         reduction: of attention, as ContextParallel takes it: "canonical" for the same bits at any
             cp_size, on the CPU (docs/numerics.md).
@@ -45,6 +50,21 @@ class ParallelismConfig(_ParallelismConfig):
 
     strategy: Literal["auto"] | Plan = "auto"
     reduction: Reduction = "fast"
+
+    def __new__(cls, *sizes: Any, **given: Any) -> ParallelismConfig:
+        if sizes:  # accelerate would take the first for dp_replicate_size
+            raise ValueError(
+                f"sizes ({', '.join(map(str, sizes))}) must be given by name: "
+                f"ParallelismConfig(cp_size={sizes[0]})"
+            )
+        return super().__new__(cls)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}_size={size}" for name, size in self._sizes.items() if size > 1)
+        return (
+            f"ParallelismConfig({sizes or 'cp_size=1'}, strategy={self.strategy!r}, "
+            f"reduction={self.reduction!r})"
+        )
 
     def __post_init__(self) -> None:
         given = self.cp_size

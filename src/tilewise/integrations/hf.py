@@ -16,8 +16,14 @@ from tilewise.arguments import checks_arguments, whole_number
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import shard_inputs
 from tilewise.integrations.hf_attention import LayerMask
-from tilewise.integrations.hf_check import attach, base_model, check_model, registered
-from tilewise.integrations.hf_labels import refuse_labels_sharded_by_hand
+from tilewise.integrations.hf_check import (
+    attach,
+    base_model,
+    check_model,
+    refused_loss,
+    registered,
+)
+from tilewise.integrations.hf_labels import refuse_wrong_losses
 from tilewise.integrations.hf_plan import choose_layouts, may_choose, measured_work, work_to_plan
 from tilewise.integrations.hf_proof import is_masked
 from tilewise.integrations.hf_states import split_all_calls, state_layers
@@ -42,6 +48,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def parallelize(model: Model, cp: ContextParallel, name: str = "tilewise") -> Model:
     """Make a model's attention run over cp, after check_model, and return the model.
 
+    A model that only has a wrong loss, or pools, runs without labels: a call with labels, and one
+    that returns pooled rows, are refused.
+
     It registers cp under the name and, where RoPE depends on the largest position ("dynamic",
     "longrope"), makes the ranks agree on it. Labels that were sharded by hand, which the model
     would shift over the borders of shards, are refused when it is called.
@@ -56,14 +65,14 @@ def parallelize(model: Model, cp: ContextParallel, name: str = "tilewise") -> Mo
         ValueError: as of check_model and register.
     """
     base = base_model(model)
-    check_model(base)
+    loss_refusal = refused_loss(base)
     work = work_to_plan(base, cp.rank) if may_choose(cp) else None
     if work is not None:
         choose_layouts(cp, work, type(base).__name__, next(base.parameters()).device.type)
     attach(base, cp, name)
     split_all_calls(model, base, cp, name)
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
-        refuse_labels_sharded_by_hand(called, cp, masked=is_masked(type(base)))
+        refuse_wrong_losses(called, cp, masked=is_masked(type(base)), loss_refusal=loss_refusal)
     return model
 
 
@@ -119,7 +128,7 @@ def trainer_args(
     Raises:
         ValueError: for a model or args that a split sequence cannot honour, here or by the Trainer.
     """
-    check_model(base_model(model))
+    refused_loss(base_model(model))
     datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     return trainer_arguments(cp, model, args, datasets)
 

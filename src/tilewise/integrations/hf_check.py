@@ -33,6 +33,18 @@ def base_model(model: nn.Module) -> Any:
     return model.get_base_model()  # pyright: ignore[reportCallIssue]
 
 
+def models_inside(module: nn.Module) -> list[nn.Module]:
+    """The models of transformers, or that PEFT made of one, that a module is or holds; of models
+    that lie in each other the outermost.
+    """
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel) or type(module).__module__.startswith("peft."):
+        return [module]
+    found = [model for child in module.children() for model in models_inside(child)]
+    return list({id(model): model for model in found}.values())
+
+
 @checks_arguments
 def check_model(model: nn.Module, *, numerical: bool = True, loss: bool = True) -> None:
     """Raise ValueError if a model of transformers cannot run with its sequence split.
@@ -55,6 +67,23 @@ def check_model(model: nn.Module, *, numerical: bool = True, loss: bool = True) 
     error = refusal(next(bases), model.config, numerical=numerical, loss=loss, **given)
     if error:
         raise ValueError(error)
+
+
+def refused_loss(model: nn.Module) -> str | None:
+    """Return why a model may be called without labels alone; None if its own loss is right too.
+
+    Raises:
+        ValueError: as of check_model, if its rows are wrong as well.
+    """
+    try:
+        check_model(model)
+    except ValueError as error:
+        try:
+            check_model(model, loss=False)
+        except ValueError:
+            raise error from None
+        return str(error)
+    return None
 
 
 def refusal(

@@ -32,11 +32,13 @@ from tilewise.arguments import Reduction
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED
 from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
-from tilewise.integrations.hf_check import base_model, check_model
+from tilewise.integrations.hf_check import base_model, refused_loss
+from tilewise.integrations.hf_labels import given_labels
 from tilewise.integrations.hf_plan import choose_layouts, may_choose, work_to_plan
 from tilewise.integrations.hf_proof import is_masked
 from tilewise.integrations.hf_rope import RopeLengths
 from tilewise.integrations.hf_states import CACHES, documents_of_call, split_call, wire
+from tilewise.integrations.late_gather import LateGather
 from tilewise.integrations.whole_rows import PackedRows, labels_of_rows, packed
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Full
@@ -86,7 +88,8 @@ def split_forward(
         group: ProcessGroup of the ranks that share each row.
         strategy, reduction: as ContextParallel takes them.
     Raises:
-        ValueError: as of check_model and base_model.
+        ValueError: as of check_model and base_model. A model that only has a wrong loss is split,
+            and its calls with labels are refused.
     """
     base = base_model(model)
     if hasattr(base, "_tilewise_rows"):
@@ -95,8 +98,7 @@ def split_forward(
         if getattr(base.config.get_text_config(decoder=True), "output_router_logits", False):
             name = "output_router_logits"
             raise ValueError(f"{name}=True cannot be honoured by a split model: {ADVICE[name]}")
-        check_model(base)
-        split = SplitForward(base, group, strategy, reduction)
+        split = SplitForward(base, group, strategy, reduction, refused_loss(base))
         base._tilewise_rows = split
         _use_attention(base)
         if any(hasattr(module, "get_rope_index") for module in base.modules()):
@@ -129,7 +131,7 @@ def unsplit() -> Iterator[None]:
 
 @contextmanager
 def whole_logits(wanted: bool = True) -> Iterator[None]:
-    """Calls with labels return the whole logits as well, gathered on every rank."""
+    """Calls with labels return the whole logits at once, and not when they are first used."""
     before, _state.whole_logits = _state.whole_logits, wanted
     try:
         yield
@@ -195,11 +197,13 @@ class SplitForward:
         group: Any,
         strategy: Literal["auto"] | Plan,
         reduction: Reduction = "fast",
+        loss_refusal: str | None = None,
     ) -> None:
         text = base.config.get_text_config(decoder=True)
         self.group = group
         self.strategy: Literal["auto"] | Plan = strategy
         self.reduction: Reduction = reduction
+        self.loss_refusal = loss_refusal
         self.transport = transport_for(group)
         self.masked = is_masked(type(base))
         self.counts_kept = text.model_type in COUNTS_TOKENS
@@ -273,6 +277,8 @@ class SplitForward:
             tokens = given.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.ndim < 2:
             raise ValueError("pass input_ids [rows, columns], or inputs_embeds")
+        if self.loss_refusal is not None and given_labels(given):
+            raise ValueError(self.loss_refusal)
         _refuse_others(given)
         rows = packed(
             tokens,
@@ -348,7 +354,9 @@ class SplitForward:
                 mask = call.whole_labels != IGNORED
                 return mask[:, :-1] if call.cuts_last else mask
             case "logits":
-                return self._whole_logits(call, x) if call.gathers_logits else None
+                if x is None or call.gathers_logits:
+                    return None if x is None else self._whole_logits(call, x)
+                return LateGather(lambda: self._whole_logits(call, x))
             case "hidden_states":
                 return tuple(call.rows.put(_gathered(layer, call.cp)) for layer in x)
             case _ if name in CACHES:

@@ -1,16 +1,20 @@
 """Private names of transformers, accelerate and TRL, all in this file.
 
-The ranks that share a row are one process for a Trainer's bookkeeping: gathering takes each row
-once, and counts of processes count data-parallel ranks. transformers 5.23, accelerate 1.15 and TRL
-1.16 ask for this in several places, which are replaced here, for an Accelerator whose
-ParallelismConfig is ours alone.
+The ranks that share a row count as one where rows are counted: gathering takes each row once,
+num_processes is the number of data-parallel ranks, and seeds of workers and shares of a list go by
+the row. process_index stays the rank, by which accelerate, transformers and scripts choose the one
+that writes a file, and name files. transformers 5.23, accelerate 1.15 and TRL 1.16 ask for this in
+several places, which are replaced here, for an Accelerator whose ParallelismConfig is ours alone.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tilewise.integrations.hf_check import models_inside
 from tilewise.integrations.hf_forward import split_forward, whole_logits
 
 RUN = frozenset(("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"))
@@ -48,19 +53,26 @@ def size_of(config: Any) -> int:
 class SplitAccelerator:
     """The methods that an Accelerator of ours has in place of its own.
 
-    Ranks of one row count as one process, except where data loaders are dealt out: there accelerate
-    takes them together by its mesh.
+    Attributes:
+        deals_to_ranks: while data loaders are dealt out: num_processes counts all ranks, of which
+            accelerate takes those of one row together by its mesh.
+        cuts_rows: while TRL cuts a row's share out of what was gathered: process_index is the row.
     """
 
-    _counts_all = False
+    deals_to_ranks = False
+    cuts_rows = False
 
     @property
     def num_processes(self) -> int:
-        return super().num_processes // (1 if self._counts_all else self._row_ranks)  # type: ignore[misc]
+        """Ranks that have rows of their own; for functions that save and load FSDP, all ranks."""
+        all_ranks = super().num_processes  # type: ignore[misc]
+        saves = sys._getframe(1).f_globals.get("__name__") == "accelerate.utils.fsdp_utils"
+        return all_ranks if self.deals_to_ranks or saves else all_ranks // self._row_ranks
 
     @property
     def process_index(self) -> int:
-        return super().process_index // (1 if self._counts_all else self._row_ranks)  # type: ignore[misc]
+        """This rank, so that one alone is 0 and writes."""
+        return super().process_index // (self._row_ranks if self.cuts_rows else 1)  # type: ignore[misc]
 
     @property
     def is_last_process(self) -> bool:
@@ -86,16 +98,48 @@ class SplitAccelerator:
                 self._split(model)
         return super().prepare(*args, **given)  # type: ignore[misc]
 
-    def prepare_model(self, model: nn.Module, *args: Any, **given: Any) -> Any:
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Split and prepare a model. One that only evaluated is prepared anew when it trains.
+
+        accelerate would return it as it is, without DDP: each rank would train by itself.
+        """
         self._split(model)
-        return super().prepare_model(model, *args, **given)  # type: ignore[misc]
+        if not evaluation_mode:
+            self.forget_evaluation(model)
+        evaluates = evaluation_mode and not getattr(model, "_is_accelerate_prepared", False)
+        prepared = super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[misc]
+        if evaluates:
+            model._tilewise_evaluates = True  # pyright: ignore[reportArgumentType]
+        return prepared
+
+    def forget_evaluation(self, model: nn.Module) -> bool:
+        """Undo that a model was prepared to evaluate; return False if it was not."""
+        if not vars(model).pop("_tilewise_evaluates", False):
+            return False
+        self._models: list[Any]
+        self._models = [
+            x
+            for x in self._models
+            if self.unwrap_model(x, keep_torch_compile=False) is not model  # type: ignore[attr-defined]
+        ]
+        self.unwrap_model(model, keep_fp32_wrapper=False)  # type: ignore[attr-defined]
+        model._is_accelerate_prepared = False  # pyright: ignore[reportArgumentType]
+        return True
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **given: Any) -> Any:
-        self._counts_all = True
+        self.deals_to_ranks = True
         try:
             return super().prepare_data_loader(data_loader, *args, **given)  # type: ignore[misc]
         finally:
-            self._counts_all = False
+            self.deals_to_ranks = False
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Deal a list out to rows; the ranks that share a row get the same."""
+        with _row_state().split_between_processes(inputs, apply_padding) as share:
+            yield share
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         from accelerate.utils import operations
@@ -108,13 +152,30 @@ class SplitAccelerator:
         )
 
     def _split(self, model: nn.Module) -> None:
-        if not hasattr(getattr(model, "config", None), "get_text_config"):
-            return  # a model that is not of transformers
-        if "SequenceClassification" in type(model).__name__ and not _trains(model):
+        inside = models_inside(model)
+        if len(inside) != 1:
+            names = ", ".join(type(x).__name__ for x in inside)
+            self._says_unsplit(model, f"it holds {names}" if inside else "it holds none")
+            return
+        (split_model,) = inside
+        if "SequenceClassification" in type(split_model).__name__ and not _trains(split_model):
             return  # a reward model, which runs on whole rows
         config = self.parallelism_config  # type: ignore[attr-defined]
+        if self.is_main_process and not hasattr(split_model, "_tilewise_rows"):  # type: ignore[attr-defined]
+            logging.getLogger("tilewise").warning(
+                "%s: each row is split over %d ranks", type(split_model).__name__, self._row_ranks
+            )
         group = self.torch_device_mesh["cp"].get_group()  # type: ignore[attr-defined]
-        split_forward(model, group, config.strategy, config.reduction)
+        split_forward(split_model, group, config.strategy, config.reduction)
+
+    def _says_unsplit(self, model: nn.Module, reason: str) -> None:
+        if self.is_main_process and _trains(model):  # type: ignore[attr-defined]
+            warnings.warn(
+                f"{type(model).__name__} is not split: each of the {self._row_ranks} ranks that "
+                "share a row computes all of it. One model of transformers is split, by itself or "
+                f"within a module; {reason}",
+                stacklevel=4,
+            )
 
 
 def _trains(model: nn.Module) -> bool:
@@ -144,6 +205,26 @@ def split_accelerator(accelerator: Any) -> None:
         accelerator.__class__ = _split_class(type(accelerator))
 
 
+class RowCount:
+    """The state of this process, with rows in place of processes."""
+
+    _shared_state: dict[str, Any]
+
+    @property
+    def num_processes(self) -> int:
+        return self._shared_state["num_processes"] // split_size()
+
+    @property
+    def process_index(self) -> int:
+        return self._shared_state["process_index"] // split_size()
+
+
+def _row_state() -> Any:
+    from accelerate.state import PartialState
+
+    return type("PartialState", (RowCount, PartialState), {})()
+
+
 @functools.cache
 def install() -> None:
     """Replace what accelerate and transformers ask of processes, once in a process."""
@@ -151,16 +232,8 @@ def install() -> None:
     from accelerate.state import AcceleratorState
     from accelerate.utils import operations, random
 
-    class RowState(AcceleratorState):
-        """Processes counted as rows are: schedulers step, and seeds differ, by these."""
-
-        @property
-        def num_processes(self) -> int:
-            return self._shared_state["num_processes"] // split_size()
-
-        @property
-        def process_index(self) -> int:
-            return self._shared_state["process_index"] // split_size()
+    class RowState(RowCount, AcceleratorState):
+        """Schedulers step, and seeds differ, by rows."""
 
     scheduler.AcceleratorState = random.AcceleratorState = RowState
     operations._gpu_gather = _once_a_row(operations._gpu_gather, operations)
@@ -171,7 +244,9 @@ def install() -> None:
         return
     arguments: Any = transformers.TrainingArguments
     trainer: Any = transformers.Trainer
-    arguments.world_size = property(_world_size(arguments.world_size.fget))
+    rows = ("_get_train_sampler",)  # BatchRebalanceSampler deals out by itself
+    arguments.world_size = _by_row(arguments.world_size, ("__post_init__", *rows))
+    arguments.process_index = _by_row(arguments.process_index, ("_get_dataloader", *rows), least=0)
     create = trainer.create_accelerator_and_postprocess
     trainer.create_accelerator_and_postprocess = _with_split(create)
     trainer._get_num_items_in_batch = _undivided(trainer._get_num_items_in_batch)
@@ -206,18 +281,23 @@ def _objects_once_a_row(gather: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return gather_rows
 
 
-def _world_size(world_size: Any) -> Callable[[Any], int]:
+def _by_row(number: property, callers: tuple[str, ...], least: int = 1) -> property:
+    """A number of TrainingArguments, which some functions of transformers ask for by row.
+
+    Args:
+        number: world_size or process_index: of all processes, for who writes and names files.
+        callers: __post_init__ divides GRPO's generation_batch_size by world_size, _get_dataloader
+            seeds workers by process_index.
+    """
+    of_processes: Any = number.fget
+
     def of_arguments(self: Any) -> int:
-        """All processes; while a configuration is checked, those that have rows of their own.
-
-        GRPOConfig divides generation_batch_size by it.
-        """
         size = size_of(self.parallelism_config)
-        if size > 1 and sys._getframe(1).f_code.co_name == "__post_init__":
-            return max(1, world_size(self) // size)
-        return world_size(self)
+        if size > 1 and sys._getframe(1).f_code.co_name in callers:
+            return max(least, of_processes(self) // size)
+        return of_processes(self)
 
-    return of_arguments
+    return property(of_arguments)
 
 
 def _undivided(count: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,7 +325,8 @@ def _with_split(create: Callable[[Any], None]) -> Callable[[Any], None]:
         create(self)
         size = size_of(getattr(self.accelerator, "parallelism_config", None))
         if size > 1:
-            error = refused_trainer(self)
+            count_completions(self.args, size)
+            error = refused_trainer(self) or refused_completions(self.args, self.accelerator)
             if error:
                 raise ValueError(error)
             _adapt(self)
@@ -277,6 +358,35 @@ def refused_trainer(trainer: Any) -> str | None:
     return None
 
 
+def count_completions(args: Any, size: int) -> None:
+    """Correct generation_batch_size of GRPO and RLOO if it was computed before rows were split."""
+    steps = getattr(args, "steps_per_generation", None)
+    if steps is not None:
+        of_all = args.per_device_train_batch_size * args.world_size * steps
+        if args.generation_batch_size == of_all:
+            args.generation_batch_size = of_all // size
+
+
+def refused_completions(args: Any, accelerator: Any) -> str | None:
+    """Why GRPO or RLOO cannot generate; None if it can, and for other trainers.
+
+    Their configurations check this when they are made, which may be before rows are split.
+    """
+    if getattr(args, "use_vllm", False):
+        return (
+            "use_vllm (True) cannot be honoured with cp_size: completions are generated by the "
+            "model itself, on whole rows; leave it out"
+        )
+    group, rows = getattr(args, "num_generations", None), accelerator.num_processes
+    if group is None or args.generation_batch_size % group == 0:
+        return None
+    return (
+        f"num_generations ({group}) must divide the {args.generation_batch_size} completions of "
+        f"per_device_train_batch_size ({args.per_device_train_batch_size}) on {rows} ranks with "
+        f"rows of their own, steps_per_generation ({args.steps_per_generation}) times"
+    )
+
+
 def _adapt(trainer: Any) -> None:
     """Give a Trainer logits where it asks for them, and completions that ranks of a row share."""
     predict = trainer.prediction_step
@@ -289,14 +399,28 @@ def _adapt(trainer: Any) -> None:
             return predict(model, inputs, prediction_loss_only, *args, **given)
 
     trainer.prediction_step = prediction_step
+    train = trainer.train
+
+    @functools.wraps(train)
+    def train_anew(*args: Any, **given: Any) -> Any:
+        if trainer.accelerator.forget_evaluation(trainer.model):
+            trainer.model_wrapped = trainer.model  # where evaluation compiled it
+        return train(*args, **given)
+
+    trainer.train = train_anew
     if hasattr(trainer, "_generate_and_score_completions"):
         complete = trainer._generate_and_score_completions
 
         @functools.wraps(complete)
         def completions(*args: Any, **given: Any) -> Any:
-            group = trainer.accelerator.torch_device_mesh["cp"].get_group()
+            accelerator = trainer.accelerator
+            group = accelerator.torch_device_mesh["cp"].get_group()
             _share_random_state(group)
-            made = from_first_rank(complete(*args, **given), group)
+            accelerator.cuts_rows = True
+            try:
+                made = from_first_rank(complete(*args, **given), group)
+            finally:
+                accelerator.cuts_rows = False
             _share_random_state(group)  # TRL shuffles them next
             return made
 

@@ -85,6 +85,8 @@ def refused_model(config: Any, *, splits_states: bool = False) -> str | None:
 
     model = MODEL_MAPPING.get(type(config), None)
     name = type(config).__name__
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", 0):
+        return f"{name}: the model has cross attention, which tilewise does not run"
     if isinstance(model, type):
         if getattr(model, "_is_stateful", False) and not splits_states:
             return (
@@ -110,8 +112,6 @@ def refused_model(config: Any, *, splits_states: bool = False) -> str | None:
             f"{name}: output_router_logits=True adds to the loss one over the router's choices for "
             "all tokens, and a rank has its own only; set it to False in the configuration"
         )
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", 0):
-        return f"{name}: the model has cross attention, which tilewise does not run"
     known = LAYER_TYPES + (STATE_TYPES if splits_states else ())
     others = set(getattr(config, "layer_types", None) or ()) - set(known)
     if others:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
 
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED, shard_inputs
@@ -38,8 +39,8 @@ DECAYS = ("A_log", "recurrent_param")  # logarithms of how fast a state decays
 Attach = Callable[[Any, ContextParallel, str], None]
 ADVICE = "check_model(model, numerical=False) leaves this check out"
 OWN_LOSS = (
-    "Its rows are right: call it without labels, compute the loss from its logits, leave pooled "
-    "output unread, and check_model(model, loss=False)"
+    "Its rows are right: call it without labels and compute the loss from its logits, in a Trainer "
+    "by compute_loss_func; check_model(model, loss=False) asks for this use alone"
 )
 LOCK = threading.RLock()  # a proof changes the default dtype and transformers' registries
 
@@ -133,6 +134,9 @@ def tiny_model(model_class: type, config: Any, loss_function: Any = None) -> Any
     config.get_text_config(decoder=True).use_cache = False
     torch.default_generator.manual_seed(0)
     model: Any = model_class(config).float().train()
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):  # of a fixed probability, or one of an odd name
+            module.p = 0.0
     if loss_function is not None:
         model.loss_function = loss_function
     with torch.no_grad():

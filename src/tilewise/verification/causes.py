@@ -33,7 +33,7 @@ CAUSES = MappingProxyType(
         "dv_wrong": "The gradient of v is wrong.",
         "lse_gradient_lost": "Partial results are merged by log-sum-exps that get no gradient.",
         "positions_wrong": "Positions do not go with the tokens.",
-        "labels_shifted": "Labels are shifted after they were split: borders predict wrong tokens.",
+        "labels_shifted": "Rows predict other labels, as where these are shifted after the split.",
         "loss_term_per_rank": "A term of the loss is made of each rank's rows, and is no share.",
         "loss_scaled": "The ranks' losses add up to a multiple of the whole loss.",
         "gradient_scaled": "The loss is right, but gradients are multiplied by one number.",
@@ -73,7 +73,8 @@ documents_ignored | passes_borders | {{passes_borders}}
 halo_missing | no_halo | {{no_halo}}
 order_sensitive_layer | mixes_rows | {{mixes_rows}}
 heads_missing | empty_heads | {{empty_heads}} of {{num_heads}} heads give nothing: {{which}}
-heads_missing | silent_rows !extra | {MISSED}: {{silent_rows}} queries of a head attend to nothing
+heads_missing | silent_rows some_heads !extra | {MISSED}: {{silent_rows}} queries of a head attend \
+    to nothing
 gqa_shifted | foreign_heads | {{foreign_heads}}
 shard_only | cut !silent_rows | {MISSED}, {{cut}}
 shard_skipped | skipped !silent_rows | {MISSED}, {{skipped}}
@@ -92,6 +93,7 @@ window_per_block | window as_a_whole | {BOTH}: the window {{window}} is kept in 
 mask_ignored | extra as_a_whole !missed !window | {EXTRA}
 mask_ignored | keyless !differing | {{keyless}} queries that may see no key see all of them, or \
     should
+unknown | silent_rows !some_heads | {MISSED}: {{silent_rows}} queries attend to nothing in any head
 unknown | differing | {BOTH}
 sink_added | added_sink | {{added_sink}}
 sink_dropped | lost_sink | {{lost_sink}}
@@ -118,9 +120,10 @@ shared_gradient_lost | shared_gradient | {{shared_gradient}}
 missing_all_reduce | unreduced | {{unreduced}}
 labels_shifted | border_rows !uncounted | {{border_rows}}
 loss_term_per_rank | loss_term | {{loss_total}}; {{loss_term}}
+unknown | term_ratio | {{loss_total}}; {{term_ratio}}
 loss_scaled | loss_ratio !border_rows !uncounted | {{loss_total}}; \
     gradients are {{loss_ratio}} times on the ranks
-loss_scaled | loss_times !border_rows !uncounted | {{loss_total}}
+loss_scaled | loss_times !term_ratio !border_rows !uncounted | {{loss_total}}
 gradient_scaled | gradient_ratio | {{gradient_ratio}}
 state_gradient_lost | state_gradient | {{state_gradient}}
 lse_gradient_lost | lse_lost !shrunk | {{lse_lost}}

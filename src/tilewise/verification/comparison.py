@@ -89,6 +89,32 @@ def rows_of(
     )
 
 
+def loss_tolerance(whole: Record, noisy: Sequence[Record], eps: float) -> float:
+    """Return the difference between two losses that rounding explains.
+
+    A number y of a module's output, rounded by a relative error of eps, moves the loss by eps y
+    dloss/dy. Such errors have random signs, so they add up like the root of their squares. The
+    disturbed runs measure the same as one draw, which may be small by chance. The loss itself adds
+    up the products of the last module that has a gradient, in any order: its own error is relative
+    to their magnitudes, which may be much larger than a sum that cancels.
+
+    Args:
+        noisy: records of the unsplit model, disturbed by rounding.
+        eps: of the model's dtype.
+    """
+    gradients = whole.tables["gradient"]
+    products = [
+        output * gradients[name]
+        for name, output in whole.outputs.items()
+        if name in gradients and gradients[name].shape == output.shape
+    ]
+    expected = eps * sum(float(x.square().sum()) for x in products) ** 0.5
+    loss = whole.loss or 0.0
+    measured = max((abs((record.loss or 0.0) - loss) for record in noisy), default=0.0)
+    magnitude = max(abs(loss), float(products[-1].abs().sum()) if products else 0.0)
+    return 4 * max(expected, measured) + 2 * eps * magnitude
+
+
 def loss_difference(whole: Record, ranks: Sequence[Record], tolerance: float) -> str | None:
     """Return what is wrong if the ranks' losses neither add up to the whole's nor all equal it."""
     whole_loss, losses = whole.loss, [record.loss for record in ranks if record.loss is not None]
@@ -204,6 +230,11 @@ class Comparison(NamedTuple):
             return 0.0
         rows = rows.scaled(scales) if scales else rows
         return float((rows.sizes() / self.limits(kind, name)).max())
+
+    def loss_difference(self) -> str | None:
+        """Return what is wrong if the ranks' losses differ by more than rounding explains."""
+        tolerance = loss_tolerance(self.whole, self.noisy, self.eps)
+        return loss_difference(self.whole, self.ranks, tolerance)
 
     def around(self, name: str) -> str | None:
         """The innermost module around one whose rows compare."""

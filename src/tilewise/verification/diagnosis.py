@@ -28,7 +28,6 @@ from tilewise.verification.causes import Facts, classify
 from tilewise.verification.comparison import (
     Comparison,
     MatchedRows,
-    loss_difference,
     rows_of,
     step_errors,
 )
@@ -49,11 +48,14 @@ from tilewise.verification.weights import UnreadableError, above, read_weights
 
 LEAST_WEIGHT = 1e-30  # beside the row's largest: a model may have any scores
 UNKNOWN: Facts = MappingProxyType({"unread": True})
-BORDERS = 0.5  # of the rows, at most, may have another label if the loss is right
+SCALE_MARGIN = (
+    0.1  # of what a loss ratio differs from 1, by which gradients may be scaled otherwise
+)
 SAME_SCALE = 0.02  # of gradients
 LEAST_CLASSES = 8  # numbers of a row that may be the gradient of logits
 MOSTLY_TWO = 0.98  # of a row's change that lies in two numbers, where a label is another one
 MOSTLY_LABELS = 0.9  # of the rows that differ
+CHANCE = 0.3  # cosine below which rows count as independent
 UNEVEN = 0.1  # of the largest: ranks' gradients differ in scale
 
 
@@ -121,10 +123,7 @@ class Examination:
         ranks_without_number = [rank for rank, x in enumerate(losses) if not math.isfinite(x)]
         if ranks_without_number:
             return Diagnosis({"nan_loss": ", ".join(map(str, ranks_without_number))})
-        noise = max(abs((r.loss or 0.0) - whole_loss) for r in comparison.noisy)
-        difference_text = loss_difference(
-            comparison.whole, comparison.ranks, 4 * noise + 2 * comparison.eps * abs(whole_loss)
-        )
+        difference_text = comparison.loss_difference()
         if difference_text is not None:
             n, ratio = len(losses), sum(losses) / whole_loss if whole_loss else math.inf
             facts["loss_total"] = difference_text
@@ -308,6 +307,7 @@ class Examination:
                 all_wrong_ranks
                 and not are_moved_rows
                 and not any(is_wrong[rows.ranks == r].any() for r in other_ranks)
+                and (_look_drawn(rows.where(is_wrong)) or self._changes_by_run(kind, layer))
             ):
                 wrong_ranks = some(sorted(all_wrong_ranks))
                 evidence = f"{layer or 'the model'} gets rows on ranks {wrong_ranks} that are"
@@ -316,6 +316,19 @@ class Examination:
                     "them; draw noise from generators of one seed, or broadcast it"
                 }
         return {}
+
+    def _changes_by_run(self, kind: str, layer: str) -> bool:
+        """Return whether a module's inputs of the split model are others with another seed."""
+        jobs = [ModelRun(seed=1)] * self.world.size
+        try:
+            records = self.world.run(jobs)
+        except RankError:
+            return False
+        tables = [
+            (record.tables[kind].get(layer), again.tables[kind].get(layer))
+            for record, again in zip(self.comparison.ranks, records, strict=True)
+        ]
+        return any(x is not None and y is not None and not torch.equal(x, y) for x, y in tables)
 
     def _draws(self, layer: str) -> Facts:
         other_output = run_whole(self.model, self.inputs, ModelRun(seed=1)).outputs.get(layer)
@@ -464,6 +477,8 @@ class Examination:
     def _runs_alone(self, layer: str) -> Facts:
         """Find a module that computes a rank's output from that rank's rows alone."""
         rows, record = self.comparison.rows("output", layer), self.comparison.ranks[-1]
+        if rows is None or layer not in record.outputs:  # the model itself, which gave no rows
+            return {}
         module = dict(self.model.named_modules())[layer]
         kind = next((p.dtype for p in module.parameters()), torch.float64)
         arguments = {key[6:]: x for key, x in record.inputs(layer).items()}
@@ -480,7 +495,7 @@ class Examination:
             return {}
         split_output = record.outputs[layer]
         limit = float(self.comparison.limits("output", layer)[0])
-        if rows is None or out is None or out.shape != split_output.shape:
+        if out is None or out.shape != split_output.shape:
             return {}
         if float((out.double().cpu() - split_output).norm()) > limit * float(split_output.norm()):
             return {}
@@ -519,14 +534,40 @@ class Examination:
         is_wrong = rows.scaled(self.scales).errors() > (max(limit, 0.3) if loss_is_right else limit)
         is_wrong |= (rows.want.norm(dim=1) == 0) & (rows.got.norm(dim=1) > 0)
         wrong_positions = sorted(rows.positions[is_wrong].tolist())
-        if wrong_positions and len(wrong_positions) <= BORDERS * len(rows.want):
+        if wrong_positions and self._are_borders(wrong_positions):
             text = f"{len(wrong_positions)} of {len(rows.want)} rows have the gradient of another"
             return {"border_rows": f"{text} label, at positions {some(wrong_positions, 6)}"}
         if loss_is_right:
             return {}
-        if not wrong_positions and all(abs(scale - 1) < SAME_SCALE for scale in self.scales):
+        if wrong_positions:
+            text = f"{len(wrong_positions)} of {len(rows.want)} rows of {name or 'the model'}"
+            return {"term_ratio": f"{text} have gradients that are no multiple of what is right"}
+        ratio = sum(losses) / (comparison.whole.loss or math.nan)
+        least, most = min(self.scales), max(self.scales)
+        # A loss that is scaled as a whole is so by the same number as its gradient.
+        margin = max(limit, SCALE_MARGIN * abs(ratio - 1))
+        if least - margin <= ratio <= most + margin and most - least + abs(ratio - 1) > limit:
+            return {"loss_ratio": _listed(self.scales)}
+        if all(abs(scale - 1) < SAME_SCALE for scale in self.scales):
             return {"loss_term": f"all that {name or 'the model'} gives has the right gradient"}
-        return {"loss_ratio": _listed(self.scales)}
+        text = (
+            f"the gradient at {name or 'the model'} is {_listed(self.scales)} times what is right"
+        )
+        return {"term_ratio": f"{text} on the ranks, so not all of the loss is scaled alike"}
+
+    def _are_borders(self, wrong_positions: Sequence[int]) -> bool:
+        """Return whether most of these rows are the last of a rank's run, and most such rows here.
+
+        Their label is the first token of another rank's rows.
+        """
+        last_rows = set[int]()
+        for rank_positions in self.comparison.positions:
+            rows = rank_positions[rank_positions >= 0]
+            next_rows = torch.cat([rows[1:], rows.new_tensor([-1])])
+            last_rows |= {*rows[next_rows != rows + 1].tolist()}
+        last_rows -= {len(self.comparison.counted) - 1}
+        num_borders = len(last_rows.intersection(wrong_positions))
+        return num_borders > max(len({*wrong_positions}), len(last_rows)) / 2
 
     def _gradients(self, layer: str) -> Facts:
         """Return which gradients of a layer's attention are wrong."""
@@ -555,6 +596,26 @@ class Examination:
         rows, columns = rows.scaled(self.scales), list(part.columns)
         limit = max(float(self.comparison.limits("gradient", part.module)[0]), 1e-3)
         return difference(rows.want[:, columns], rows.got[:, columns], limit)
+
+
+def _look_drawn(rows: MatchedRows) -> bool:
+    """Return whether wrong rows look like chance, not like a function of the right ones.
+
+    Noise in place of rows does not go with the right rows, noise added to them differs from them
+    without a pattern: neither with the right rows nor with the mean of all differences.
+    """
+
+    def cosine(x: Tensor, y: Tensor) -> float:
+        return abs(float((x * y).sum() / (x.norm() * y.norm()).clamp(min=1e-300)))
+
+    def look_drawn(want: Tensor, got: Tensor) -> bool:
+        difference = got - want
+        goes_with_rows = min(cosine(got, want), cosine(difference, want))
+        goes_together = cosine(difference, difference.mean(0).expand_as(difference))
+        return max(goes_with_rows, goes_together**2) < CHANCE
+
+    by_rank = [rows.where(rows.ranks == rank) for rank in rows.ranks.unique()]
+    return all(look_drawn(x.want, x.got) for x in by_rank)
 
 
 def _head_order(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sysconfig
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from tilewise.arguments import checks_arguments, positive_number, require_known,
 from tilewise.transport.loopback import MOST_THREADS
 from tilewise.transport.processes import RankError, RankFailure
 from tilewise.verification.causes import Facts, Finding, classify, explained
-from tilewise.verification.comparison import Comparison, loss_difference, matched_positions
+from tilewise.verification.comparison import Comparison, matched_positions
 from tilewise.verification.diagnosis import Examination
 from tilewise.verification.image_models import (
     image_share,
@@ -28,6 +31,7 @@ from tilewise.verification.pictures import drawn, text_picture
 from tilewise.verification.ranks import BACKENDS, RankRunner, RankShare, Split
 from tilewise.verification.records import ModelRun, Record, run_whole
 
+SOURCES = os.path.dirname(os.path.dirname(__file__))
 SHOWN = 8  # deviations, as text
 TOO_LATE = (
     "gave no answer in time: it hangs, or the batch is too long for the timeout; give fewer tokens "
@@ -222,9 +226,7 @@ def _undiagnosed(error: Exception, comparison: Comparison, deviations: list[Devi
     """Facts of runs that differ when their diagnosis failed; empty if they do not differ."""
     text = f"the diagnosis failed ({type(error).__name__}: {error})"
     wrong_names = [d.name for d in deviations if d.error > 1]
-    losses = loss_difference(
-        comparison.whole, comparison.ranks, comparison.eps * abs(comparison.whole.loss or 0.0)
-    )
+    losses = comparison.loss_difference()
     if wrong_names or losses:
         return {
             "undiagnosed": f"{text}; {len(wrong_names)} deviate, {losses or 'the loss does not'}"
@@ -332,12 +334,24 @@ def _tilewise_share(model: Any, inputs: Mapping[str, Any], rank: int, group: Any
     return output.loss, cp.position_ids
 
 
+def _place(text: str) -> str:
+    """Return where a traceback last left code of the user's: " (file:line, in function)"."""
+    frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', text)
+    library = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), SOURCES)
+    own = [frame for frame in frames if not frame[0].startswith(("<", *library))]
+    if not own:
+        return ""
+    file, line, function = own[-1]
+    return f" ({file}:{line}, in {function})"
+
+
 def _failed(failures: tuple[RankFailure, ...]) -> str:
     """Name the ranks that failed first, not those that then lost their connection or waited."""
     first_failures = [f for f in failures if "gloo" not in f.text] or list(failures)
     texts = []
     for rank, kind, text in first_failures:
         error = text.strip().rpartition("\n")[2] or "an error"
+        error += _place(text)
         what_happened = {"error": f"raised {error}", "died": "ended without an answer"}.get(
             kind, TOO_LATE
         )

@@ -135,6 +135,8 @@ def _masks(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
     if facts["differing"]:
         head = int((want != got).sum((1, 2)).argmax())
         facts |= _shape(want[head], got[head], blocks)
+        sees_nothing = want.any(2) & ~got.any(2)
+        facts["some_heads"] = bool((sees_nothing.any(0) & ~sees_nothing.all(0)).any())
     return facts
 
 
