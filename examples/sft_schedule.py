@@ -18,6 +18,8 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,8 +42,9 @@ except ModuleNotFoundError:  # run as a script: the path has this folder, not th
     import fsdp_cp
     import train_lm
 
-Shares = tuple[int, train_lm.Attention, dict[str, Tensor]]
-"""Of a step: its number, this process's attention, and what the model is called with."""
+Shares = tuple[dict[str, Any], train_lm.Attention, dict[str, Tensor]]
+"""The schedule's state after a step, this process's attention, and what the model is called with.
+"""
 
 
 class Corpus:
@@ -50,7 +53,10 @@ class Corpus:
     Attributes:
         lengths: of the documents, none longer than a step.
         dtype: of the model, by name.
+        state: of the schedule, after the last step that was trained.
     """
+
+    state: dict[str, Any]
 
     def __init__(self, args: argparse.Namespace, world_size: int) -> None:
         room = world_size * args.tokens_per_rank
@@ -83,9 +89,9 @@ class ForRank:
     def __init__(self, corpus: Corpus, rank: int) -> None:
         self.corpus, self.rank = corpus, rank
 
-    def __call__(self, step: BatchStep) -> tuple[int, tw.Plan, dict[str, Tensor]]:
+    def __call__(self, step: BatchStep) -> tuple[dict[str, Any], tw.Plan, dict[str, Tensor]]:
         batch = ShardingCollator(step.layout, self.rank)(self.corpus.examples(step))
-        return step.index, step.prepare(self.rank, dtype=self.corpus.dtype), batch
+        return step.state, step.prepare(self.rank, dtype=self.corpus.dtype), batch
 
 
 class AllRanks:
@@ -108,8 +114,8 @@ class AllRanks:
         loader = DataLoader(
             corpus.steps, batch_size=None, num_workers=self.workers, collate_fn=collate
         )
-        for index, prepared, batch in loader:
-            yield index, partial(tw.attention, plan=prepared), batch
+        for state, prepared, batch in loader:
+            yield state, partial(tw.attention, plan=prepared), batch
 
     def sum(self, x: Tensor) -> None:
         if self.world_size > 1:
@@ -128,7 +134,7 @@ class Whole:
         for step in corpus.steps:
             layout = tw.contiguous(step.num_tokens, 1)
             batch = ShardingCollator(layout, 0)(corpus.examples(step))
-            yield step.index, train_lm.Whole().attention(step.mask, step.num_tokens), batch
+            yield step.state, train_lm.Whole().attention(step.mask, step.num_tokens), batch
 
     def sum(self, x: Tensor) -> None:
         """There is one share."""
@@ -168,13 +174,18 @@ def train(
     steps: range,
     console: Console,
 ) -> list[float]:
-    """The losses of some steps of the schedule."""
-    corpus.steps.load_state_dict({"steps": steps.start})
+    """The losses of the schedule's next steps; corpus.state is its state after them."""
     losses = []
-    for index, attention, batch in islice(way.batches(corpus), len(steps)):
+    for state, attention, batch in islice(way.batches(corpus), len(steps)):
         losses.append(train_step(model, optimizer, way, attention, batch))
-        console.print(f"step {index + 1}: loss {losses[-1]:.3f} nats per byte")
+        corpus.state = state
+        console.print(f"step {state['steps']}: loss {losses[-1]:.3f} nats per byte")
     return losses
+
+
+def state_file(args: argparse.Namespace, step: int) -> Path:
+    """Where the schedule's state after a number of steps is."""
+    return args.out / f"schedule-{step:06}.json"
 
 
 def compare(split: list[float], steps: range, args: argparse.Namespace) -> float:
@@ -203,12 +214,17 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     way, console = AllRanks(args.workers), Console(quiet=train_lm.ranks()[0] != 0)
     model, optimizer = fsdp_cp.start(way, args)
-    # The number of steps is the schedule's whole state.
     first = fsdp_cp.resume(model, optimizer, args.out) if args.resume else 0
     steps = range(first, args.steps)
     if not steps:
         raise SystemExit(f"--steps ({args.steps}) must be more than the {first} of the checkpoint")
-    losses = train(model, optimizer, way, Corpus(args, way.world_size), steps, console)
+    corpus = Corpus(args, way.world_size)
+    if first:
+        corpus.steps.load_state_dict(json.loads(state_file(args, first).read_text()))
+    losses = train(model, optimizer, way, corpus, steps, console)
+    if way.rank == 0:
+        args.out.mkdir(parents=True, exist_ok=True)
+        state_file(args, args.steps).write_text(json.dumps(corpus.state))
     fsdp_cp.save(model, optimizer, args.steps, args.out)
     if args.compare and way.rank == 0:
         worst = compare(losses, steps, args)

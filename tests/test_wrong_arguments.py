@@ -5,8 +5,10 @@ import random
 import resource
 import time
 import warnings
+from itertools import count
 
 import pytest
+import torch
 from support.wrong_arguments import CALLS, Called, pool
 
 import tilewise as tw
@@ -94,6 +96,14 @@ def test_sizes_without_end_are_refused():
         lambda: tw.attention2d(10**9, 10**9),
         lambda: tw.KVCache(10**18, num_kv_heads=2, head_dim=64),
         lambda: tw.masks.random("block_sparse_uniform", 10**9, seed=0),
+        lambda: tw.joint(2, range(10**9)),
+        lambda: tw.ContextParallel(num_tokens=16).pieces(range(10**9)),
+        lambda: tw.zigzag_documents(range(10**9), 2),
+        lambda: tw.Slices(((0, 1), (0, 1), "full") for _ in count()),
+        lambda: tw.alibi(range(10**9)),
+        lambda: tw.alibi(torch.zeros(10**9, device="meta")),
+        lambda: tw.Layout.from_positions([range(10**9)]),
+        lambda: tw.balanced((tw.Causal() for _ in count()), 16, 2),
         lambda: tw.KVCache(float("nan"), num_kv_heads=2, head_dim=64),  # pyright: ignore[reportArgumentType]
         lambda: tw.KVCache(float("inf"), num_kv_heads=2, head_dim=64),  # pyright: ignore[reportArgumentType]
     ):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import lru_cache, wraps
 from inspect import Parameter, signature
+from itertools import islice
 from numbers import Real
 from operator import index
 from types import MappingProxyType, NoneType, UnionType
@@ -66,6 +67,10 @@ MOST_NUMBER = (1 << 63) - 1
 MOST_TOKENS = 1 << 32
 """Of one sequence, where every token or document of it is drawn or counted: 16 times the longest
 that anybody has trained on would take minutes."""
+
+MOST_ENTRIES, MOST_UNCOUNTED = 1 << 23, 1 << 20
+"""Of what becomes a list and is none yet, such as a range or a tensor; of a generator, which does
+not say how many there are."""
 
 # What makes one, by the name of the kind.
 EXAMPLES: Mapping[str, str] = MappingProxyType(
@@ -232,11 +237,43 @@ def listed(name: str, values: Any, what: str) -> list[Any]:
     """Return the list of an iterable's entries; a text is no iterable.
 
     Raises:
-        ValueError: "blocks (8) must be a list of (start, end)".
+        ValueError: "blocks (8) must be a list of (start, end)", or as counted.
     """
     if not _is_iterable(values):
         raise ValueError(f"{name} ({shown(values)}) must be a list of {what}")
+    return counted(name, values)
+
+
+def counted(name: str, values: Iterable[Any]) -> list[Any]:
+    """Return the entries of an iterable, which are counted before they become a list.
+
+    Raises:
+        ValueError: "replicated (range) has more than 8388608 entries; ...".
+    """
+    if isinstance(values, list | tuple):
+        return list(values)
+    try:
+        check_count(name, values, len(values))  # pyright: ignore[reportArgumentType]
+    except OverflowError:
+        check_count(name, values, MOST_ENTRIES + 1)
+    except TypeError:  # it has no length
+        entries = list(islice(values, MOST_UNCOUNTED + 1))
+        check_count(name, values, len(entries), MOST_UNCOUNTED)
+        return entries
     return list(values)
+
+
+def check_count(name: str, values: object, count: int, most: int = MOST_ENTRIES) -> None:
+    """Refuse more entries than a list of Python's numbers should have.
+
+    Raises:
+        ValueError: as counted.
+    """
+    if count > most:
+        raise ValueError(
+            f"{name} ({shown(values)}) has more than {most} entries; that many would take memory "
+            "and seconds before they are looked at"
+        )
 
 
 def whole_numbers(name: str, values: Any) -> NDArray[np.int64]:
@@ -245,9 +282,9 @@ def whole_numbers(name: str, values: Any) -> NDArray[np.int64]:
     Raises:
         ValueError: "positions ([0.5]) must be a list of whole numbers".
     """
+    if not hasattr(values, "__array__") and _is_iterable(values):
+        values = counted(name, values)
     try:
-        if not hasattr(values, "__array__") and _is_iterable(values):
-            values = list(values)
         array = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
         with np.errstate(invalid="ignore"):
             numbers = array.astype(np.int64)
@@ -353,7 +390,7 @@ def of_kind(name: str, value: Any, kind: Any) -> Any:
 
 def _parts(name: str, values: Iterable[Any], inner: tuple[Any, ...]) -> tuple[Any, ...]:
     """The parts of a tuple, each as one of its kind."""
-    values = tuple(values)
+    values = tuple(counted(name, values))
     kinds = inner[:1] * len(values) if inner[-1] is ... else inner
     if len(kinds) != len(values):
         raise ValueError(f"{name} ({values!r:.60}) must be {len(kinds)} values")

@@ -381,11 +381,12 @@ class ContextParallel:
                 sizes of 1, or lack the last dimensions: it counts for all of the state there.
             matrix: decay is [..., d, d] and update [..., d, e]: S becomes decay @ S + update.
             cu_seqlens: boundaries of packed documents, of the whole sequence; None: one document.
-            dim: of pieces, 0 or 1; None: the first, unless only the second has their number.
+            dim: of pieces, 0 or 1; None: the one whose sizes are the ranks' numbers of pieces.
         Returns:
             As update, differentiable in both.
         Raises:
-            ValueError: the same on every rank: as halo, and for shapes that do not fit, with both.
+            ValueError: the same on every rank: as halo, for shapes that do not fit, with both, and
+                without dim where both dimensions have as many entries as a rank has pieces.
         """
         transport = transport_for(self.group)
         edges = settled(transport, lambda: self._boundaries(cu_seqlens))

@@ -1,12 +1,13 @@
 """Steps from a stream of documents: complete, full, level, the same again, right in gradients."""
 
+import json
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 from support.documents_apart import gradients_of_documents
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 import tilewise as tw
 from tilewise.batches.schedule import BatchStep, StepStream
@@ -76,20 +77,104 @@ def test_stop_and_resume_gives_the_same_steps():
     second.load_state_dict(first.state_dict())
     rest = described(second)
     assert begun + rest == whole
-    assert second.state_dict() == {"steps": len(whole)}
+    assert second.state_dict()["documents_read"] == len(lengths)
 
 
-def made_in_worker(step: BatchStep) -> tuple[int, str, tuple[int, ...]]:
-    return step.index, step.plan.fingerprint, step.documents
+@pytest.mark.parametrize("lookahead", [None, 1, 20])
+@pytest.mark.parametrize("after", [1, 4])
+def test_a_schedule_goes_on_in_any_other_world(after, lookahead):
+    """Every document once, whatever the ranks, tokens, lookahead and seed of the second run are."""
+    lengths = drawn_lengths(5, 150, 64)
+    for world_size in range(1, 9):
+        first = scheduled(lengths, lookahead=lookahead)
+        begun = list(islice(first, after))
+        for tokens_per_rank in (64, 96):
+            second = scheduled(iter(lengths), world_size, tokens_per_rank, seed=9)
+            second.load_state_dict(first.state_dict())
+            rest = list(second)
+            found = [d for step in (*begun, *rest) for d in step.documents]
+            assert sorted(found) == list(range(len(lengths)))
+            assert [step.index for step in rest] == list(range(after, after + len(rest)))
 
 
-def test_workers_of_a_data_loader_plan_ahead_in_order():
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lengths: [lengths[0] + 1, *lengths[1:]], "lengths has other lengths"),
+        (lambda lengths: lengths[1:], "lengths has other lengths"),
+        (lambda lengths: lengths[:9], r"after \d+ documents were read, but lengths has 9"),
+        (lambda lengths: [*lengths[:9], 2.5, *lengths[10:]], "length of document 9"),
+    ],
+)
+def test_a_state_of_other_lengths_is_refused(change, message):
+    lengths = drawn_lengths(6, 150, 64)
+    first = scheduled(lengths)
+    next(iter(first))
+    second = scheduled(change(lengths))
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=message):
+        next(iter(second))
+    longer = scheduled([*lengths, 5, 7])  # whose first documents are the same
+    longer.load_state_dict(first.state_dict())
+    assert 151 in {d for step in longer for d in step.documents}
+
+
+def test_a_document_that_waits_must_fit_the_steps_of_the_world_that_goes_on():
+    lengths = [60, 60, 250]
+    first = scheduled(lengths)
+    assert next(iter(first)).documents == (0, 1)
+    second = scheduled(lengths, world_size=2)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="document 2 has 250 tokens, but a step holds 128"):
+        next(iter(second))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": -1}, "steps"),
+        ({"documents_read": 0}, "documents_read"),
+        ({"waiting": [3, 2]}, "waiting"),
+        ({"waiting": [10**6]}, "waiting"),
+        ({"lengths": 5}, "lengths"),
+        (None, "lacks documents_read, waiting, lengths"),
+    ],
+)
+def test_what_is_no_state_is_refused(change, message):
+    steps = scheduled(drawn_lengths(7, 50, 64))
+    next(iter(steps))
+    state = {"steps": 1} if change is None else {**steps.state_dict(), **change}
+    with pytest.raises(ValueError, match=message):
+        steps.load_state_dict(state)
+
+
+def made_in_worker(step: BatchStep) -> tuple[int, str, tuple[int, ...], dict]:
+    return step.index, step.plan.fingerprint, step.documents, step.state
+
+
+def test_workers_of_a_data_loader_plan_ahead_in_order_and_go_on():
     lengths = drawn_lengths(4, 120, 256)
-    loader = DataLoader(
-        scheduled(lengths), batch_size=None, num_workers=2, collate_fn=made_in_worker
-    )
     wanted = [made_in_worker(step) for step in scheduled(lengths)]
-    assert list(loader) == wanted
+    steps, done = scheduled(lengths), 0
+    for _ in range(2):  # the second time after the third step
+        loader = DataLoader(steps, batch_size=None, num_workers=2, collate_fn=made_in_worker)
+        came = list(loader)
+        assert came == wanted[done:]
+        done = 3
+        steps.load_state_dict(json.loads(json.dumps(came[2][-1])))
+
+
+def state_in_worker(step: BatchStep) -> dict:
+    worker = get_worker_info()
+    assert worker is not None
+    return worker.dataset.state_dict()
+
+
+def test_one_of_several_workers_has_no_state():
+    options = {"batch_size": None, "collate_fn": state_in_worker}
+    assert next(iter(DataLoader(scheduled([5]), num_workers=1, **options)))["steps"] == 1
+    with pytest.raises(ValueError, match="worker 0 of 2"):
+        next(iter(DataLoader(scheduled([5]), num_workers=2, **options)))
 
 
 def test_a_worker_that_fails_raises_in_the_main_process():

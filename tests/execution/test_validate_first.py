@@ -72,6 +72,20 @@ def outcomes(on_rank: Any, n: int = 2) -> list[str]:
     return tw.loopback(n, body)
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_another_validate_on_one_rank_is_refused_on_all(known, mode):
+    def on_rank(rank: int, group: LoopbackGroup) -> None:
+        if known:
+            attend(group, rank)
+        attend(group, rank, validate=mode if rank == 1 else "first")
+        attend(group, rank, mask=tw.Full())
+
+    (message,) = set(outcomes(on_rank, 2))
+    assert "validate" in message and "rank 1" in message
+    assert mode in message or "rank 1 compares call 3" in message
+
+
 def test_a_rank_alone_with_a_new_kind_and_the_others_hear_of_it():
     def on_rank(rank: int, group: LoopbackGroup) -> None:
         attend(group, rank)

@@ -57,6 +57,12 @@ def test_every_document_is_in_one_step_and_steps_go_on_where_they_stopped(
     again = tw.schedule(iter(lengths), **options)
     again.load_state_dict(first.state_dict())
     assert begun + described(again) == described(steps)
+    elsewhere = {**options, "lookahead": data.draw(st.none() | st.integers(1, 20))}
+    elsewhere["world_size"] = data.draw(st.integers(options["world_size"], 8))
+    again = tw.schedule(lengths, **elsewhere)
+    again.load_state_dict(first.state_dict())
+    given = [d for step in (*steps[:done], *again) for d in step.documents]
+    assert sorted(given) == [*range(len(lengths))]
 
 
 @examples(0.5)

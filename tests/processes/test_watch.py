@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
+from io import StringIO
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -67,6 +70,81 @@ def test_known_calls_in_another_order_end_on_every_rank(name: str):
     assert first[0] == first[1] and "run the same calls in the same order" in first[0]
 
 
+def heard_of_another_validate(rank: int, odd: int, mode: str) -> tuple[str, float]:
+    """What a rank hears of a known call that one rank alone validates otherwise, and when."""
+    group = dist.new_group()
+    with mock.patch.object(watch, "PATIENCE_SECONDS", PATIENCE):
+        attend(group, rank, "ring")
+        dist.barrier()
+        began = time.monotonic()
+        with pytest.raises(ValueError) as caught:
+            attend(group, rank, "ring", validate=mode if rank == odd else "first")
+            attend(group, rank, "window")
+        return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("odd", range(N))
+def test_a_rank_that_alone_validates_always_is_named_in_seconds(odd: int):
+    texts, seconds = zip(*run_processes(N, heard_of_another_validate, odd, "always"), strict=True)
+    (text,) = set(texts)
+    assert text.startswith(f"rank {odd} compares call 2 (pass forward, plan ring(3, ")
+    assert text.endswith("does not; pass the same validate on every rank")
+    assert max(seconds) < 20 * PATIENCE
+
+
+def heard_of_another_order(rank: int, odd: int, name: str, known: bool) -> tuple[str, float]:
+    """What a rank hears where one rank uses two groups of the same ranks in another order."""
+    groups = [dist.new_group() for _ in range(2)]
+    with mock.patch.object(watch, "PATIENCE_SECONDS", PATIENCE):
+        for group in groups if known else ():
+            attend(group, rank, name)
+        dist.barrier()
+        began = time.monotonic()
+        with pytest.raises(ValueError) as caught:
+            for group in groups[:: -1 if rank == odd else 1]:
+                attend(group, rank, name)
+        return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    "odd, name, known", [(0, "ring", True), (2, "ring", False), (1, "exchange", True)]
+)
+def test_two_groups_in_another_order_end_on_every_rank(odd: int, name: str, known: bool):
+    texts, seconds = zip(*run_processes(N, heard_of_another_order, odd, name, known), strict=True)
+    (text,) = set(texts)
+    assert f"rank {odd} " in text and text.endswith("groups in the same order on every rank")
+    assert max(seconds) < 20 * PATIENCE
+
+
+def in_two_threads(rank: int, num_groups: int, names: list[str]) -> list[str]:
+    """What two threads hear, each in a group of its own, the slower one of each rank another."""
+    groups, told = [dist.new_group() for _ in range(num_groups)], [""] * 2
+
+    def call(i: int) -> None:
+        try:
+            for turn in range(3):
+                time.sleep(4 * PATIENCE * (num_groups == 2 and turn == 1 and (rank + i) % 2))
+                attend(groups[i % num_groups], rank, names[i])
+            told[i] = "right"
+        except ValueError as error:
+            told[i] = str(error)
+
+    with mock.patch.object(watch, "PATIENCE_SECONDS", PATIENCE):
+        threads = [Thread(target=call, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return told
+
+
+@pytest.mark.parametrize("names", [["ring", "ring"], ["ring", "larger exchange"]])
+def test_two_threads_are_right_in_groups_of_their_own_and_refused_in_one(names: list[str]):
+    assert run_processes(N, in_two_threads, 2, names) == [["right", "right"]] * N
+    (text,) = {x for told in run_processes(N, in_two_threads, 1, names) for x in told} - {"right"}
+    assert "two threads of this rank call in one group at once; make a group for each" in text
+
+
 @pytest.mark.parametrize("name", ["window", "exchange"])
 def test_what_one_rank_refuses_of_a_known_call_reaches_all(name: str):
     first, *others = run_processes(N, heard, [[name]] * N, 1)
@@ -109,6 +187,49 @@ def late(rank: int) -> bool:
 def test_a_late_rank_is_waited_for():
     said = run_processes(N, late)
     assert said[0] and said[2]
+
+
+def alone(rank: int, what: str, comes: bool) -> tuple[str, str]:
+    """What rank 0 writes on stderr and hears, in a call to which others come late or never."""
+    group, written = dist.new_group(timeout=timedelta(seconds=3)), StringIO()
+    cp = tw.ContextParallel(group, num_tokens=TOKENS, strategy=tw.ring(N))
+    q = torch.ones(TOKENS // N, 3, 4, requires_grad=True)
+    out = cp.attention(q, q, q)
+    calls = {
+        "attention": lambda: cp.attention(q, q, q),
+        "unshard": lambda: cp.unshard(out.detach()),
+        "backward": lambda: out.sum().backward(),
+    }
+    with (
+        mock.patch.multiple(watch, PATIENCE_SECONDS=PATIENCE, NOTICE_SECONDS=2 * PATIENCE),
+        mock.patch("sys.stderr", written),
+    ):
+        try:
+            if rank and comes:
+                time.sleep(4 * PATIENCE)
+            if rank == 0 or comes:
+                calls[what]()
+            else:
+                dist.barrier(group)
+            heard = "right"
+        except RuntimeError as error:
+            heard = str(error)
+    dist.barrier()
+    return written.getvalue(), heard
+
+
+@pytest.mark.parametrize("comes", [True, False])
+@pytest.mark.parametrize("what", ["attention", "unshard", "backward"])
+def test_a_long_wait_says_in_a_line_which_ranks_are_missing(what: str, comes: bool):
+    (line, heard), *others = run_processes(N, alone, what, comes)
+    names = {"attention": "pass forward", "unshard": "call gather", "backward": "pass backward of"}
+    assert line.startswith("tilewise: rank 0 has waited ") and line.count("\n") == 1
+    assert f" s in call 2 ({names[what]}" in line and "Missing: ranks 1, 2, late or busy" in line
+    if comes:
+        assert [heard, *others] == ["right", *[("", "right")] * (N - 1)]
+    else:
+        assert "Missing: ranks 1, 2," in heard and "The group's timeout has ended" in heard
+        assert "failed before" not in heard and "crashing" not in heard
 
 
 def compared(rank: int, validate: str) -> tuple[int, int]:

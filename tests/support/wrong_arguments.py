@@ -8,15 +8,18 @@ then the call is taken, and nothing is said about it here.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 
 import tilewise as tw
+from tilewise.compat import ring_flash_attn as rfa
 from tilewise.compiler import droppable
 from tilewise.compiler.lowering import lower
 from tilewise.integrations import data, hf
+from tilewise.integrations.transformer_engine import DotProductAttention
 from tilewise.layouts import Run
 from tilewise.layouts.balanced import default_layout
 from tilewise.masks import lengths
@@ -71,6 +74,11 @@ def pool() -> dict[str, Any]:
         "type": int,
         "dtype": torch.float32,
         "generator": (x for x in "ab"),
+        "False": False,
+        "list of 0": [0],
+        "range(10**9)": range(10**9),
+        "range(10**30)": range(10**30),
+        "without an end": count(),
     }
 
 
@@ -422,8 +430,9 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
         "rank": 0, "kernel": None, "dtype": "float32",
     }  # fmt: skip
     stream = tw.schedule([8], world_size=2, tokens_per_rank=4, **HEADS)
-    yield "StepStream.load_state_dict", stream.load_state_dict, {"state": {"steps": 0}}
-    yield "StepStream.load_state_dict(steps)", lambda **x: stream.load_state_dict(x), {"steps": 0}
+    state = stream.state_dict()
+    yield "StepStream.load_state_dict", stream.load_state_dict, {"state": state}
+    yield "StepStream.load_state_dict(steps)", lambda **x: stream.load_state_dict(x), state
     for name in ("full", "causal"):
         yield f"masks.{name}", getattr(masks, name), TOKENS
     for name in ("full_document", "causal_document", "share_question", "causal_blockwise"):
@@ -487,7 +496,55 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
         "cp": cp(), "model": model(), "args": None, "train_dataset": [], "eval_dataset": [],
     }  # fmt: skip
     yield "hf.shard", hf.shard, lambda: {"cp": cp(), "input_ids": ids()}
+    yield "hf.shard(columns)", lambda **x: hf.shard(cp(), ids(), **x), {
+        "cu_seqlens": [0, 16], "labels": ids(), "attention_mask": None, "shift_labels": True,
+    }  # fmt: skip
     yield "hf.unshard", hf.unshard, lambda: {"cp": cp(), "x": ids(), "dim": 1}
+    shared = {
+        "dropout_p": 0.0, "softmax_scale": None, "causal": True, "window_size": (-1, -1),
+        "alibi_slopes": None, "deterministic": False, "return_attn_probs": False, "group": None,
+    }  # fmt: skip
+    batch, packed = rows(1, 4, 2, 8), rows(4, 2, 8)
+    edges = torch.tensor([0, 4])
+    for kind in ("ring", "zigzag_ring", "stripe"):
+        name = f"{kind}_flash_attn_func"
+        yield name, getattr(rfa, name), {"q": batch, "k": batch, "v": batch, **shared}
+    operands = {"q": packed, "k": packed, "v": packed}
+    for kind in ("ring", "zigzag_ring"):
+        name, more = f"{kind}_flash_attn_varlen_func", {"cu_seqlens": edges, "max_seqlen": 4}
+        yield name, getattr(rfa, name), {**operands, **more, **shared}
+    yield "llama3_flash_attn_varlen_func", rfa.llama3_flash_attn_varlen_func, {
+        **operands, "cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": 4,
+        "max_seqlen_k": 4, "heads_k_stride": 1, "local_k_slice": slice(0, 4), **shared,
+    }  # fmt: skip
+    yield "ring_flash_attn_kvpacked_func", rfa.ring_flash_attn_kvpacked_func, {
+        "q": batch, "kv": rows(1, 4, 2, 2, 8), **shared,
+    }  # fmt: skip
+    yield "ring_flash_attn_qkvpacked_func", rfa.ring_flash_attn_qkvpacked_func, {
+        "qkv": rows(1, 4, 3, 2, 8), **shared,
+    }  # fmt: skip
+    yield "llama3_flash_attn_prepare_cu_seqlens", rfa.llama3_flash_attn_prepare_cu_seqlens, {
+        "cu_seqlens": edges, "causal": True, "rank": 0, "world_size": 1,
+    }  # fmt: skip
+    slot = {"num_attention_heads": 2, "kv_channels": 8, "qkv_format": "sbhd"}
+    tensors = {f"{name}_layer": rows(4, 1, 2, 8) for name in ("query", "key", "value")}
+    yield "DotProductAttention", lambda **x: DotProductAttention(**x)(**tensors), {
+        **slot, "num_gqa_groups": 2, "attention_dropout": 0.0, "attn_mask_type": "causal",
+        "window_size": None, "tp_size": 1, "tp_group": None, "cp_group": None,
+        "cp_global_ranks": None, "cp_comm_type": "p2p", "softmax_scale": None,
+        "softmax_type": "vanilla", "return_max_logit": False,
+    }  # fmt: skip
+    yield "DotProductAttention()", lambda **x: DotProductAttention(**slot)(**x), {
+        **tensors, "attention_mask": None, "qkv_format": "sbhd", "cu_seqlens_q": None,
+        "attn_mask_type": "causal", "window_size": None, "core_attention_bias_type": "no_bias",
+        "core_attention_bias": None, "alibi_slopes": None, "inference_params": None,
+        "fp8_output": False, "layout": None,
+    }  # fmt: skip
+    lengths_of = {f"cu_seqlens_{x}": edges for x in ("q", "kv", "q_padded", "kv_padded")}
+    yield "DotProductAttention(thd)", lambda **x: DotProductAttention(**slot)(**x), {
+        **{name: x[:, 0] for name, x in tensors.items()}, "qkv_format": "thd", **lengths_of,
+        "attn_mask_type": "padding_causal",
+    }  # fmt: skip
 
 
 def _called(name: str, function: Callable[..., Any], arguments: Any) -> Called:

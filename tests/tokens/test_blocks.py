@@ -104,6 +104,36 @@ def test_sums_over_ranks_are_the_gradients_of_the_whole(binned: bool):
             assert (split[name] - p.grad).abs().max() < 1e-13 * p.grad.abs().max(), name
 
 
+class OddlyShaped(nn.Module):
+    """A sum over parameters of any shape, some without an entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = ((3, 0), (0, 3), (0,), (), (2, 0, 2), (2, 1, 2))
+        self.all = nn.ParameterList(torch.ones(shape, dtype=torch.float64) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * sum(p.sum() for p in self.all)
+
+
+@pytest.mark.parametrize("binned", [True, False])
+def test_parameters_of_any_shape_are_summed(binned: bool):
+    def step(rank: int, group: object) -> list[Tensor | None]:
+        module, sums, transport = OddlyShaped(), GradientSums(), transport_for(group)
+        x = torch.full((BLOCK, 1), 1.0 + rank, dtype=torch.float64)
+        if binned:
+            out = run_by_blocks(module, [x], tw.contiguous(2 * BLOCK, 2), transport, sums, 0)
+        else:
+            out = module(x)
+        out.sum().backward()
+        sum_gradients(module, transport, sums if binned else None)
+        return [p.grad for p in module.parameters()]
+
+    for grads in tw.loopback(2, step):
+        for grad, p in zip(grads, OddlyShaped().parameters(), strict=True):
+            assert torch.equal(grad, torch.full_like(p, 3.0 * BLOCK))
+
+
 def test_what_depends_on_the_split_is_refused_on_every_rank():
     def cut(rank: int, group: object) -> None:
         layout = tw.contiguous(100, 2)

@@ -12,6 +12,7 @@ from torch import Tensor
 import tilewise as tw
 from tests.conformance.oracle import Inputs, Result, assert_close, dense, draw
 from tilewise.masks import Mask
+from tilewise.tokens.same_rows import Difference, first_difference
 from tilewise.transport import transport_for
 
 
@@ -290,6 +291,49 @@ def test_replicated_rows_that_differ_are_named() -> None:
         return [x * (1 + 1e-6 * rank) for x in rows]
 
     attend(rounded)
+
+
+def test_replicated_rows_that_differ_are_refused_at_every_try() -> None:
+    layout = tw.joint(tw.contiguous(8, 2), [0, 1])
+    whole = torch.randn(10, 2, 4)
+
+    def on_rank(rank: int, group: Any) -> list[str]:
+        told, words = [], {"plan": tw.ring(2), "layout": layout, "mask": tw.Full(), "group": group}
+        for other_text in (1, 1, 0, 1):
+            rows = layout.shard(whole, rank) + rank * other_text
+            try:
+                tw.attention(rows, rows, rows, **words)
+                told.append("taken")
+            except ValueError as error:
+                told.append("refused" if "rows of k differ" in str(error) else str(error))
+        return told
+
+    # once they were the same, a kind is compared no more
+    assert tw.loopback(2, on_rank) == [["refused", "refused", "taken", "taken"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.inf, 0.0),
+        (torch.inf, -torch.inf),
+        (torch.nan, 0.0),
+        (torch.nan, torch.inf),
+        (torch.nan, torch.nan),
+        (1e300, 1e300),
+    ],
+)
+def test_rows_that_are_not_finite_are_compared(first: float, second: float) -> None:
+    same = str(first) == str(second)
+
+    def on_rank(rank: int, group: Any) -> Difference | None:
+        x = torch.ones(3, 2, 4, dtype=torch.float64)
+        x[1, 0, 2] = second if rank else first
+        x[2, 0, 1 + (rank and not same)] = torch.nan  # at another place
+        return first_difference(group, {"call": "rows"}, lambda: [("x", x)], "first")
+
+    wanted = None if same else Difference("x", 1, 1, 2)
+    assert tw.loopback(2, on_rank) == [wanted] * 2
 
 
 def test_bad_input() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from itertools import pairwise
 from random import Random
@@ -16,6 +17,7 @@ import tilewise as tw
 from tilewise.compiler.code_check import check_code
 from tilewise.compiler.row_code import row_code
 from tilewise.compiler.row_moves import RowMoves
+from tilewise.execution.run import BoundCode
 from tilewise.tokens import moves as moves_of_verbs
 from tilewise.tokens.gather import gather_stages, gathers_in_stages
 
@@ -266,6 +268,17 @@ def test_a_gather_by_nodes_sends_a_row_once_to_each_node():
         assert not gathers_in_stages(other)
 
 
+def test_a_gather_by_nodes_along_another_dimension_on_one_rank_is_refused():
+    def on_rank(rank: int, group: Any) -> str:
+        cp = tw.ContextParallel(group, num_tokens=8, layout=tw.contiguous(8, 4), strategy=STAGED[4])
+        with pytest.raises(ValueError) as raised:
+            cp.gather(normal(2, 2), int(rank == 1))
+        return str(raised.value)
+
+    (message,) = set(tw.loopback(4, on_rank))
+    assert "ranks disagree on dim of tokens: rank 0 has 0, rank 1 has 1" in message
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_roll(seed: int):
     split, shifts, wrap = drawn(seed), (-1, 2, -3, 50)[seed % 4], bool(seed % 3)
@@ -468,6 +481,23 @@ def test_other_dtypes_travel_as_they_are(dtype: torch.dtype):
     tw.loopback(3, on_rank)
 
 
+def test_codes_of_verbs_go_with_their_group():
+    """Moves are kept for other groups; codes have the memory of one."""
+
+    def on_rank(rank: int, group: Any) -> None:
+        cp = tw.ContextParallel(group, num_tokens=12, layout=tw.zigzag(12, 2))
+        cp.gather(normal(6, 2).requires_grad_()).sum().backward()
+
+    def num_codes() -> int:
+        gc.collect()
+        return sum(isinstance(x, BoundCode) for x in gc.get_objects())
+
+    before = num_codes()
+    for _ in range(3):
+        tw.loopback(2, on_rank)
+        assert num_codes() == before
+
+
 def test_half_precision_gradients_are_summed_in_fp32():
     """64 ranks give 1 + 2^-7 each, which bf16 would round at every addition."""
     layout, n = tw.contiguous(64, 64), 64
@@ -533,6 +563,40 @@ WRONG: dict[str, tuple[Callable[[tw.ContextParallel], Any], str]] = {
         lambda cp: cp.halo(ROWS, 1 + cp.rank),
         "ranks disagree on left: rank 0 has 1, rank 1 has 2",
     ),
+    "dim of a scan": (
+        lambda cp: cp.scan(*[torch.zeros(2 - cp.rank, 1, 1)] * 2),
+        "have 1 entries in dimensions 0 and 1 on rank 1, .* pass dim=0 or dim=1",
+    ),
+    "dim of a scan on one rank": (
+        lambda cp: cp.scan(*[torch.zeros(2 - cp.rank, 2, 3)] * 2, dim=1 - cp.rank),
+        "ranks disagree on dim of pieces: rank 0 has 1, rank 1 has 0",
+    ),
+    "a dim that is no number": (
+        lambda cp: cp.scan(torch.zeros(2, 2), torch.zeros(2, 2, 3), dim=False),
+        r"dim \(False\) must be a whole number",
+    ),
+    "matrix on one rank": (
+        lambda cp: cp.scan(*[torch.ones(2 - cp.rank, 3, 3)] * 2, matrix=cp.rank == 1),
+        "ranks disagree on matrix: rank 0 has False, rank 1 has True",
+    ),
+    "decay of a scan on one rank": (
+        lambda cp: cp.scan(
+            torch.ones(2 - cp.rank, 3, 1 + 3 * cp.rank), torch.ones(2 - cp.rank, 3, 4)
+        ),
+        r"ranks disagree on shape of decay: rank 0 has \[-1, 3, 1\], rank 1 has \[-1, 3, 4\]",
+    ),
+    "activation on one rank": (
+        lambda cp: cp.conv1d(ROWS, torch.zeros(3, 2), activation="silu" if cp.rank else None),
+        "ranks disagree on activation: rank 0 has None, rank 1 has silu",
+    ),
+    "bias on one rank": (
+        lambda cp: cp.conv1d(ROWS, torch.zeros(3, 2), torch.zeros(3) if cp.rank else None),
+        "ranks disagree on bias: rank 0 has None, rank 1 has float32",
+    ),
+    "verb on one rank": (
+        lambda cp: cp.halo(ROWS, 1) if cp.rank else cp.conv1d(ROWS, torch.zeros(3, 2)),
+        "ranks disagree on call: rank 0 has conv1d, rank 1 has halo",
+    ),
     "gradients on one rank": (
         lambda cp: cp.gather(ROWS.clone().requires_grad_(cp.rank == 1)),
         "ranks disagree on requires_grad",
@@ -545,6 +609,21 @@ def test_what_does_not_fit_is_refused_on_every_rank(what: str):
     call, message = WRONG[what]
     with pytest.raises(ValueError, match=message):
         raise ValueError(refusals(call, ZIGZAG))
+
+
+def test_a_scan_asks_for_dim_where_a_batch_is_as_long_as_the_pieces_of_another_rank():
+    """Pieces 2 and 1: on the second rank alone it is plain which dimension they are."""
+    layout = tw.Layout.from_positions([[0, 1, 4, 5], [2, 3]])
+
+    def before(cp: tw.ContextParallel, dim: int | None) -> Tensor:
+        pieces = len(cp.pieces())
+        return cp.scan(normal(2, pieces, 1), normal(2, pieces, 3), dim=dim)
+
+    assert "pass dim=0 or dim=1" in refusals(lambda cp: before(cp, None), layout)
+    cps = lambda group: tw.ContextParallel(group, num_tokens=6, layout=layout)  # noqa: E731
+    assert [len(x[0]) for x in tw.loopback(2, lambda r, g: before(cps(g), 1))] == [2, 1]
+    one = tw.loopback(2, lambda r, g: cps(g).scan(normal(3, 2 - r), normal(3, 2 - r, 3)))
+    assert [x.shape for x in one] == [(3, 2, 3), (3, 1, 3)]
 
 
 @pytest.mark.parametrize("verb", ["halo", "conv1d", "scan"])

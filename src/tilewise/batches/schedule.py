@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
-from itertools import islice
-from typing import Any
+from itertools import count, islice, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
@@ -18,6 +18,7 @@ from tilewise.arguments import (
     checks_arguments,
     of_kind,
     whole_number,
+    whole_numbers,
 )
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution.prepare import prepare
@@ -33,6 +34,22 @@ from tilewise.workload import Workload
 
 LOOKAHEAD = 4  # steps' worth of documents that one step is chosen from, by default
 LEVEL = 1.02  # times the window's mean area that a step's documents may have, if others fit
+
+
+class SchedulePosition(NamedTuple):
+    """A place between two steps of a schedule.
+
+    Attributes:
+        steps: number of steps before it.
+        documents_read: documents that were looked at so far, from the first one on.
+        waiting: those among them that are in no step yet, in the stream's order.
+        lengths: digest of the lengths of all that were read.
+    """
+
+    steps: int
+    documents_read: int
+    waiting: tuple[int, ...]
+    lengths: str
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,12 @@ class BatchStep:
     world_size: int
     layer: Workload = field(repr=False)
     machine: Machine = field(repr=False)
+    position: SchedulePosition = field(repr=False)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The schedule's state after this step, for `load_state_dict`: plain numbers and texts."""
+        return _state(self.position)
 
     @property
     def num_tokens(self) -> int:
@@ -135,54 +158,73 @@ class StepStream(IterableDataset[BatchStep]):
         self._lengths, self._layer, self._machine = lengths, layer, machine
         self._world_size, self._num_tokens = sizes
         self._lookahead, self._seed = order
-        self._first = self._done = 0
+        self._first = self._last = SchedulePosition(0, 0, (), sha256().hexdigest())
 
     def __iter__(self) -> Iterator[BatchStep]:
         worker = get_worker_info()
         number, of = (worker.id, worker.num_workers) if worker else (0, 1)
-        self._done = self._first
-        for step in islice(self._steps(), self._first + number, None, of):
-            self._done = step.index + 1
+        self._last = self._first
+        for step in islice(self._steps(self._first), number, None, of):
+            self._last = step.position
             yield step
 
-    def state_dict(self) -> dict[str, int]:
-        """Return where the schedule stands: after the last step it gave.
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the schedule stands: after the last step that it gave.
 
-        Worker processes iterate over copies: there, {"steps": step.index + 1} of the last step
-        that came is the state.
+        It says which documents were given, in plain numbers and texts. Worker processes iterate
+        over copies: with workers the state is `step.state` of the last step that came.
+
+        Raises:
+            ValueError: in one of several workers, which gives a part of the steps.
         """
-        return {"steps": self._done}
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise ValueError(
+                f"this is worker {worker.id} of {worker.num_workers}, which gives a part of the "
+                "steps; the state is step.state of the last step that came in the main process"
+            )
+        return _state(self._last)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue after the steps that were taken, with the same lengths, arguments and seed.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the steps that were taken: every document that was in none is given once.
 
-        The documents of the steps before are counted again, none of them is planned.
+        The lengths must begin with those that were read. World size, tokens_per_rank, lookahead and
+        seed may be others; with the same ones, steps are those of a run that never stopped. Every
+        iteration begins there: for another epoch make another schedule.
+
+        Args:
+            state: of state_dict, or a step's.
+        Raises:
+            ValueError: if it is no such state; when steps are made, if the lengths are others.
         """
-        steps = of_kind("state", state, Mapping[str, Any]).get("steps")
-        self._first = self._done = whole_number("steps", steps, 0)
+        self._first = self._last = _position(state)
 
-    def _steps(self) -> Iterator[BatchStep]:
-        rng = np.random.default_rng(self._seed)
-        stream = enumerate(self._lengths)
-        waiting: list[tuple[int, int]] = []  # (index, length), in the stream's order
-        tokens = number = 0
-        while True:
+    def _steps(self, position: SchedulePosition) -> Iterator[BatchStep]:
+        stream, digest = enumerate(self._lengths), sha256()
+        waiting = self._read_again(stream, digest, position)
+        tokens, documents_read = sum(n for _, n in waiting), position.documents_read
+        for number in count(position.steps):
             while tokens < self._num_tokens or not self._sees_enough(len(waiting), tokens):
                 entry = next(stream, None)
                 if entry is None:
                     break
                 waiting.append((entry[0], self._checked(*entry)))
+                digest.update(_as_bytes(waiting[-1][1]))
+                documents_read += 1
                 tokens += waiting[-1][1]
             if not waiting:
                 if number == 0:
                     raise ValueError("lengths has 0 documents; give at least one")
                 return
+            # anew for each step, so that a run which goes on draws the same
+            rng = np.random.default_rng((self._seed, number))
             chosen_lengths = _fill(waiting, self._num_tokens, rng)
             waiting = [entry for entry in waiting if entry[0] not in chosen_lengths]
             ends = np.cumsum([0, *chosen_lengths.values()]).tolist()
             tokens -= ends[-1]
             if ends[-1] < self._num_tokens:
                 ends.append(self._num_tokens)
+            left = tuple(i for i, _ in waiting)
             yield BatchStep(
                 number,
                 tuple(chosen_lengths),
@@ -190,8 +232,29 @@ class StepStream(IterableDataset[BatchStep]):
                 self._world_size,
                 self._layer,
                 self._machine,
+                SchedulePosition(number + 1, documents_read, left, digest.hexdigest()),
             )
-            number += 1
+
+    def _read_again(
+        self, stream: Iterator[tuple[int, Any]], digest: Any, position: SchedulePosition
+    ) -> list[tuple[int, int]]:
+        """Read the documents that a position says were read; return index and length of the waiting
+        ones.
+        """
+        left, waiting, found = {*position.waiting}, list[tuple[int, int]](), 0
+        for i, length in islice(stream, position.documents_read):
+            length = whole_number(f"length of document {i}", length)
+            digest.update(_as_bytes(length))
+            found += 1
+            if i in left:
+                waiting.append((i, self._checked(i, length)))
+        if (found, digest.hexdigest()) != (position.documents_read, position.lengths):
+            what = f"has {found}" if found < position.documents_read else "has other lengths"
+            raise ValueError(
+                f"the state was made after {position.documents_read} documents were read, but "
+                f"lengths {what}; give the lengths that it was made with, from the first one on"
+            )
+        return waiting
 
     def _sees_enough(self, documents: int, tokens: int) -> bool:
         if self._lookahead is None:
@@ -207,6 +270,41 @@ class StepStream(IterableDataset[BatchStep]):
                 "or raise tokens_per_rank"
             )
         return length
+
+
+def _as_bytes(length: int) -> bytes:
+    return length.to_bytes(8, "little")
+
+
+def _state(position: SchedulePosition) -> dict[str, Any]:
+    return {**position._asdict(), "waiting": [*position.waiting]}
+
+
+def _position(state: Any) -> SchedulePosition:
+    """The position of a state.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    values = of_kind("state", state, Mapping[str, Any])
+    missing = [name for name in SchedulePosition._fields if name not in values]
+    if missing:
+        raise ValueError(
+            f"state (with {', '.join(map(str, values)) or 'nothing'}) lacks {', '.join(missing)}; "
+            "pass what state_dict() or step.state gave, which says the documents that were given"
+        )
+    steps = whole_number("steps", values["steps"], 0)
+    documents_read = whole_number("documents_read", values["documents_read"], steps)
+    waiting = tuple(whole_numbers("waiting", values["waiting"]).tolist())
+    fits = all(a < b for a, b in pairwise((-1, *waiting, documents_read)))
+    if not fits or len(waiting) > documents_read - steps:
+        raise ValueError(
+            f"waiting ({waiting!r:.60}) must be ascending numbers of documents below "
+            f"documents_read ({documents_read}), and leave at least one for each of {steps} steps"
+        )
+    return SchedulePosition(
+        steps, documents_read, waiting, of_kind("lengths", values["lengths"], str)
+    )
 
 
 @checks_arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from tilewise.transport.protocol import Transport
 
 _NO_SCORES = Scores(1.0)
 _POOLS: KeptWith[RecentValues[torch.device, WorkspacePool]] = KeptWith(lambda _: RecentValues(4))
-_CODES: KeptWith[RecentValues[Hashable, BoundCode]] = KeptWith(lambda _: RecentValues(64))
+_Codes: TypeAlias = KeptWith[RecentValues[Hashable, BoundCode]]
+_CODES: KeptWith[_Codes] = KeptWith(lambda _: KeptWith(lambda _: RecentValues(16)))
+"""By group, whose workspaces they use, then by moves."""
 
 
 def moved(
@@ -59,5 +62,5 @@ def _bound(
         pool = _POOLS.of(group).get(x.device, WorkspacePool)
         return BoundCode(code, x.device, None, _NO_SCORES, pool)
 
-    key = id(group), rank, row_shape, dtype, x.device, backward, fill, departs
-    return _CODES.of(moves).get(key, make)
+    key = rank, row_shape, dtype, x.device, backward, fill, departs
+    return _CODES.of(group).of(moves).get(key, make)

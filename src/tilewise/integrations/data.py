@@ -72,6 +72,11 @@ def shard_inputs(  # noqa: PLR0913 - what a batch consists of, by name
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in columns.items())
         raise ValueError(f"{shapes}: pass [batch, num_tokens] each, of one shape")
     boundaries = (0, layout.num_tokens) if cu_seqlens is None else Document(cu_seqlens).cu_seqlens
+    if boundaries[-1] != layout.num_tokens:
+        raise ValueError(
+            f"cu_seqlens ends at {boundaries[-1]}, but the layout has {layout.num_tokens} tokens; "
+            "pass the boundaries of the whole sequence"
+        )
     mine = layout.shard(input_ids, rank, 1)
     whole = {name: x for name, x in columns.items() if name == "token_type_ids"}
     if labels is None:
@@ -163,7 +168,7 @@ class ShardingCollator:
 
 def _row(name: str, numbers: Any) -> Tensor:
     """A list, array or tensor of whole numbers."""
-    if not isinstance(numbers, Tensor) or numbers.ndim != 1:
+    if not isinstance(numbers, Tensor) or numbers.ndim != 1 or numbers.is_meta:
         numbers = torch.from_numpy(whole_numbers(name, numbers))
     return numbers
 
@@ -271,7 +276,7 @@ class TokenDataset(Dataset[Inputs]):
 def _is_sized(tokens: Any) -> bool:
     try:
         return len(tokens) >= 0 and not isinstance(tokens, str | bytes | Mapping)
-    except TypeError:  # of an array of no dimensions, too
+    except (TypeError, OverflowError):  # of an array of no dimensions, too
         return False
 
 

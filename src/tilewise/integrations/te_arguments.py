@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.arguments import require_known
+from tilewise.arguments import of_kind, require_known
 from tilewise.kernels.bias import Alibi, alibi
 from tilewise.layouts.documents import zigzag_documents
 from tilewise.layouts.layout import Layout
@@ -34,6 +34,21 @@ ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "use_qk_l2norm_in_kernel": (False,),
     }
 )
+KINDS: Mapping[str, Any] = MappingProxyType(
+    {
+        "query_layer": Tensor,
+        "key_layer": Tensor,
+        "value_layer": Tensor,
+        "qkv_format": str | None,
+        "attn_mask_type": str | None,
+        "window_size": tuple[int, int] | None,
+        "core_attention_bias_type": str,
+        "core_attention_bias": Tensor | None,
+        "alibi_slopes": Tensor | None,
+        "layout": Layout | None,
+    }
+)
+"""Of arguments that forward reads."""
 Boundaries = tuple[Tensor | None, Tensor | None]
 
 
@@ -46,6 +61,18 @@ def refuse(given: dict[str, Any]) -> None:
                 f"{name} of TransformerEngine's DotProductAttention is not supported by tilewise: "
                 f"leave it {allowed[0]!r}"
             )
+
+
+def check_kinds(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument of another kind than TransformerEngine's."""
+    for name, kind in KINDS.items():
+        of_kind(name, given[name], kind)
+    ndims = [given[name].ndim for name in ("query_layer", "key_layer", "value_layer")]
+    if ndims not in ([3] * 3, [4] * 3):
+        raise ValueError(
+            f"query_layer, key_layer and value_layer have {ndims} dimensions, but must have 4, or "
+            '3 of qkv_format "thd"'
+        )
 
 
 def check_no_padding(attention_mask: Any, cu_seqlens: Tensor | None) -> None:

@@ -15,17 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilewise.arguments import require_known
+from tilewise.arguments import checks_arguments, require_known, shown, whole_number
 from tilewise.context_parallel import ContextParallel
 from tilewise.execution.validation import MOST_SEEDS
 from tilewise.integrations.seeds import agreed_seed
 from tilewise.integrations.te_arguments import (
     CAUSAL_TYPES,
     COMM_TYPES,
+    KINDS,
     MASK_TYPES,
     QKV_FORMATS,
     SOFTMAX_TYPES,
     BiasArguments,
+    check_kinds,
     check_no_padding,
     documents_and_mask,
     refuse,
@@ -62,6 +64,7 @@ class DotProductAttention(nn.Module):
         ValueError: for what tilewise does not have, with the argument's name.
     """
 
+    @checks_arguments
     def __init__(  # noqa: PLR0913 - theirs
         self,
         num_attention_heads: int,
@@ -88,13 +91,18 @@ class DotProductAttention(nn.Module):
         name: str | None = None,
     ) -> None:
         super().__init__()
+        channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
+        sizes = {"num_attention_heads": num_attention_heads, "kv_channels": channels}
+        for what, size in {**sizes, "tp_size": tp_size}.items():
+            whole_number(what, size)
+        if tp_group is not None and not hasattr(tp_group, "rank"):
+            raise ValueError(f"tp_group ({shown(tp_group)}) must be a ProcessGroup or None")
         self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
         self.window_size = window_size
         self.all_heads = num_attention_heads
         self.tp_rank = 0 if tp_group is None else tp_group.rank()
         self.num_heads = num_attention_heads // (tp_size if tp_group is None else tp_group.size())
         self.attention_dropout, self.return_max_logit = attention_dropout, bool(return_max_logit)
-        channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.softmax_scale = channels**-0.5 if softmax_scale is None else softmax_scale
         require_known("softmax_type", softmax_type, SOFTMAX_TYPES)
         self.softmax_offset: Tensor | None = None
@@ -205,6 +213,8 @@ class DotProductAttention(nn.Module):
             "fp8_output": fp8_output,
             "bf16_backward": bf16_backward,
         }
+        given = {name: x for name, x in locals().items() if name in KINDS}
+        settled(transport, lambda: check_kinds(given))
         kind = qkv_format or self.qkv_format
         mask_type = (attn_mask_type or self.attn_mask_type).replace(",", "_")
         mask_type = "padding_causal" if mask_type == "causal_padding" else mask_type

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tilewise.arguments import listed, real_number
+from tilewise.arguments import check_count, listed, real_number
 from tilewise.opaque import OpaqueValue
 
 
@@ -81,6 +81,9 @@ def alibi(slopes: Tensor | Sequence[float]) -> Alibi:
                 "slopes require a gradient, which alibi does not give; pass slopes.detach(), or a "
                 "dense bias made of them"
             )
+        if slopes.is_meta:
+            raise ValueError("slopes is on the meta device, where it has no numbers")
+        check_count("slopes", slopes, len(slopes))
         slopes = slopes.tolist()
     numbers = tuple(real_number("slopes", x) for x in listed("slopes", slopes, "numbers"))
     for head, number in enumerate(numbers):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tilewise.arguments import (
     MOST_RANKS,
     checks_arguments,
+    listed,
     require_range,
     require_type,
     whole_number,
@@ -110,7 +111,7 @@ def balanced(
     Raises:
         ValueError: if a mask does not fit num_tokens, or chunk or slack is out of range.
     """
-    masks = (mask,) if isinstance(mask, Mask) else tuple(mask)
+    masks = [mask] if isinstance(mask, Mask) else listed("mask", mask, "masks")
     if not masks:
         raise ValueError("balanced has 0 masks; give at least one")
     for single_mask in masks:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tilewise.arguments import checks_arguments, whole_number, whole_numbers
+from tilewise.arguments import check_count, checks_arguments, whole_number, whole_numbers
 from tilewise.masks import strips
 from tilewise.masks.strips import LIMIT, Strips
 from tilewise.opaque import OpaqueValue
@@ -273,9 +273,11 @@ def as_ints(values: Any, name: str = "values") -> tuple[int, ...]:
     """A list, tuple, array or tensor of whole numbers as a tuple of int.
 
     Raises:
-        ValueError: as whole_numbers.
+        ValueError: as whole_numbers, or of more than MOST_ENTRIES.
     """
-    return tuple(whole_numbers(name, values).tolist())
+    numbers = whole_numbers(name, values)
+    check_count(name, values, len(numbers))
+    return tuple(numbers.tolist())
 
 
 def positions(values: Any) -> Array:

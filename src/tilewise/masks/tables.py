@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tilewise.arguments import checks_arguments, listed, require_known, shown, whole_number
+from tilewise.arguments import checks_arguments, counted, listed, require_known, shown, whole_number
 from tilewise.masks import strips
 from tilewise.masks.base import (
     And,
@@ -249,9 +249,11 @@ def bool_table(values: Any, name: str = "block_mask") -> NDArray[np.bool_]:
         ValueError: "block_mask (float64) must hold True and False, or 1 and 0".
     """
     try:
+        if not hasattr(values, "__array__") and hasattr(values, "__iter__"):
+            values = counted(name, values)
         table = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{name} ({shown(values)}) must be a table") from None
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} ({shown(values)}) must be a table: {error}") from None
     if table.dtype == bool:
         return table
     if table.size and (table.dtype.kind not in "iu" or not np.isin(table, (0, 1)).all()):

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
-from tilewise.arguments import MOST_RANKS, shown, whole_number
+from tilewise.arguments import MOST_RANKS, counted, shown, whole_number
 from tilewise.plan.ir import Item, RankStep, Role, Rows, Side, Tile, Transfer, transfer_order
 
 MOST_STEPS = 2 * MOST_RANKS
@@ -58,7 +58,7 @@ class RankBuilder:
     def tile(self, q: Iterable[int], kv: Iterable[int], heads: int = 0) -> None:
         """Compute every q shard against every kv shard in this step."""
         try:
-            tile = Tile(tuple(q), tuple(kv), heads)
+            tile = Tile(tuple(counted("q", q)), tuple(counted("kv", kv)), heads)
         except TypeError:
             raise ValueError(
                 f"q ({shown(q)}) and kv ({shown(kv)}) must be lists of shards"

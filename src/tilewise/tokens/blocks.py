@@ -59,7 +59,8 @@ class GradientSums:
         sums = self._sums.get(parameter)
         if sums is None:
             sums = self._sums[parameter] = _blank(parameter)
-        add_terms(sums, rows, MANY_TERMS)
+        if rows.numel():
+            add_terms(sums, rows, MANY_TERMS)
 
 
 def run_by_blocks(
@@ -91,8 +92,7 @@ def run_by_blocks(
         return {
             "call": "by_blocks",
             "layout": layout.fingerprint,
-            "inputs": str([(x.ndim, str(x.dtype)) for x in inputs]),
-            "dim": str(dim),
+            "inputs": str([(dim % x.ndim, _sizes_beside(x, dim), str(x.dtype)) for x in inputs]),
         }
 
     agree(transport, settled(transport, check), None, "first")
@@ -108,6 +108,13 @@ def run_by_blocks(
     if isinstance(blocks[0], Tensor):
         return torch.cat(blocks, dim)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return tuple(torch.cat(parts, dim) for parts in zip(*blocks, strict=True))
+
+
+def _sizes_beside(x: Tensor, dim: int) -> list[int]:
+    """Return the shape of rows without the dimension of their tokens."""
+    sizes = [*x.shape]
+    del sizes[dim]
+    return sizes
 
 
 def _each(do: Callable[[Tensor], Tensor], rows: Rows) -> Rows:
@@ -218,7 +225,7 @@ def sum_gradients(module: nn.Module, transport: Transport, sums: GradientSums | 
 
 def _as_rows(x: Tensor) -> Tensor:
     """A parameter's rows; one of a single dimension is one row."""
-    return x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x.reshape(1, -1)
+    return x.flatten(0, -2) if x.ndim > 1 else x.reshape(1, -1)
 
 
 def _blank(parameter: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tilewise.arguments import dtype_name
 from tilewise.layouts.layout import Layout
 from tilewise.tokens.moves import halo_moves
 from tilewise.tokens.pieces import few_pieces
@@ -46,7 +47,13 @@ def causal_conv1d(  # noqa: PLR0913 - the arguments of causal_conv1d, and the sp
 
     left = settled(transport, check)
     moves = settled(transport, lambda: halo_moves(layout, left, 0, cu_seqlens))
-    rows = move_rows(x, moves, transport, x.ndim - 2)
+    verb = {
+        "call": "conv1d",
+        "weight": f"{dtype_name(weight.dtype)} {[*weight.shape]}",
+        "bias": "None" if bias is None else dtype_name(bias.dtype),
+        "activation": "silu" if activation else "None",
+    }
+    rows = move_rows(x, moves, transport, x.ndim - 2, verb=verb)
     kept: list[Tensor] = []
     begin = 0
     for start, stop in few_pieces(layout, cu_seqlens, "conv1d")[transport.rank]:
@@ -80,5 +87,8 @@ def _check(x: Any, weight: Any, bias: Any, activation: Any) -> None:
     if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[:1]):
         shape = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
         raise ValueError(f"bias {shape} must be [{weight.shape[0]}], one for each channel")
+    for name, given in (("weight", weight), ("bias", x if bias is None else bias)):
+        if given.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"{name} is {given.dtype}, x {x.dtype}; make them equal")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation ({activation!r}) must be None, 'silu' or 'swish'")

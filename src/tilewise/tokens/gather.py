@@ -148,11 +148,12 @@ def gather_by(
         x: this rank's rows along dim, under layout.owned.
     """
     rank, rows = transport.rank, x.movedim(dim, 0)
+    verb = {"dim of tokens": str(dim % x.ndim)}
     held: dict[int, tuple[Rows, Tensor]] = {rank: (layout.owned.rows(rank), rows)}
     anchors = list[Tensor]()  # every rank takes part in each stage's backward pass
     for stage in gather_stages(plan, layout, mask):
         leaving = [_rows(*held[shard], wanted) for shard, wanted in stage.sent[rank].items()]
-        moved = move_rows(torch.cat([rows[:0], *leaving]), stage.moves, transport)
+        moved = move_rows(torch.cat([rows[:0], *leaving]), stage.moves, transport, verb=verb)
         anchors.append(moved[:0])
         copies = stage.received[rank]
         parts = moved.split([len(mine) for mine in copies.values()]) if copies else ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,21 +12,31 @@ from torch import Tensor
 from tilewise.arguments import dtype_name, real_number, shown, whole_number
 from tilewise.compiler.row_moves import RowMoves
 from tilewise.execution.row_moves import moved
-from tilewise.transport.agreement import agree, settled
+from tilewise.transport.agreement import agree, agreement_of, settled
 from tilewise.transport.protocol import Transport
+
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def move_rows(
-    x: Tensor, moves: RowMoves, transport: Transport, dim: int = 0, fill: float = 0.0
+    x: Tensor,
+    moves: RowMoves,
+    transport: Transport,
+    dim: int = 0,
+    fill: float = 0.0,
+    verb: Mapping[str, str] = _NONE,
 ) -> Tensor:
     """The rows that this rank wants, of every rank's rows along dim.
 
     Every rank calls it. Ranks compare each kind of call once.
 
+    Args:
+        verb: name and arguments of the verb that moves the rows, where it has others than the
+            moves: they belong to the kind of the call.
     Raises:
         ValueError: the same on every rank, if one rank's rows do not fit, or the ranks differ.
     """
-    fields = settled(transport, lambda: row_fields(x, moves, transport.rank, dim, fill))
+    fields = settled(transport, lambda: row_fields(x, moves, transport.rank, dim, fill, verb))
     agree(transport, fields, None, "first")
     rows = x.movedim(dim, 0)
     moved = _MoveRows.apply(rows, moves, transport, False, fill)
@@ -32,7 +44,12 @@ def move_rows(
 
 
 def row_fields(
-    x: Tensor, moves: RowMoves, rank: int, dim: int, fill: float = 0.0
+    x: Tensor,
+    moves: RowMoves,
+    rank: int,
+    dim: int,
+    fill: float = 0.0,
+    verb: Mapping[str, str] = _NONE,
 ) -> dict[str, str]:
     """Return the facts of a tensor, right by itself, that the ranks must have in common."""
     if not isinstance(x, Tensor):
@@ -48,26 +65,30 @@ def row_fields(
             f"x has {x.shape[dim]} tokens along dim {dim}, but the layout gives this rank {wanted}"
         )
     others[dim] = -1
-    _check_fill(x, fill)
     return {
         "call": moves.name,
+        **verb,
         "layout": moves.layout.fingerprint,
         **moves.arguments,
         "rows": moves.fingerprint,
         "shape": str(others),
-        "dim": str(dim),
+        "dim": str(dim % x.ndim),
         "dtype": dtype_name(x.dtype),
         "device": x.device.type,
-        "fill": str(fill),
+        "fill": str(_filling(x, fill)),
         "requires_grad": str(torch.is_grad_enabled() and x.requires_grad),
     }
 
 
-def _check_fill(x: Tensor, fill: float) -> None:
-    """Raise ValueError unless x may hold the number."""
+def _filling(x: Tensor, fill: float) -> float:
+    """Return a number as x holds it: 0 and 0.0 are the same there.
+
+    Raises:
+        ValueError: if x cannot hold it.
+    """
     real_number("fill", fill)
     try:
-        x.new_full((), fill)
+        return torch.full((), fill, dtype=x.dtype).item()
     except (RuntimeError, OverflowError):
         raise ValueError(f"fill ({shown(fill)}) must be a number that {x.dtype} has") from None
 
@@ -89,5 +110,7 @@ class _MoveRows(torch.autograd.Function):
         if all(moves.num_wanted):
             name = f"{moves.name}, {'forward again' if backward else 'backward'}"
             agree(transport, {"call": name, "rows": moves.fingerprint}, None, "first")
+        else:
+            agreement_of(transport).go_on()
         given = moves, transport, not backward, 0.0
         return _MoveRows.apply(grad, *given), None, None, None, None  # pyright: ignore

@@ -15,8 +15,12 @@ from tilewise.transport.protocol import Transport
 
 PROJECTIONS = 4
 """Numbers by which rows are compared, beside their norm; other content differs in all of them."""
+_EXACT = 2
+"""Whole numbers beside these, which say where a row is not finite."""
+_LARGEST = 1e150
+"""Larger numbers are compared as this one, so that the norm of a row is finite."""
 
-_COMPARED: KeptWith[RecentValues[Hashable, bool]] = KeptWith(lambda _: RecentValues(256))
+_COMPARED: KeptWith[RecentValues[Hashable, list[bool]]] = KeptWith(lambda _: RecentValues(256))
 
 
 class Difference(NamedTuple):
@@ -36,8 +40,9 @@ def first_difference(
 ) -> Difference | None:
     """Compare rows among ranks where the kind of call is new, and return where they differ.
 
-    Every rank calls it and gets the same answer. Rows may differ by as much as rounding does in
-    what came before: the square root of their dtype's precision.
+    Every rank calls it and gets the same answer. A kind is new until its rows were the same once.
+    Rows may differ by as much as rounding does in what came before: the square root of their
+    dtype's precision. Infinities and NaN must stand at the same places.
 
     Args:
         fields: of the kind of call, names and shapes of the rows among them; ranks must agree.
@@ -49,9 +54,8 @@ def first_difference(
     if validate == "never" or transport.world_size == 1:
         return None
     known = _COMPARED.of(getattr(transport, "process_group", transport))
-    new: list[bool] = []
-    known.get(tuple(fields.items()), lambda: not new.append(True))
-    if not new and validate != "always":
+    were_same = known.get(tuple(fields.items()), list)
+    if were_same and validate != "always":
         return None
     agree(transport, fields, None, "always")
     named = rows()
@@ -65,19 +69,25 @@ def first_difference(
             wrong = _differ(a, b, x.dtype).nonzero().flatten().tolist()
             if wrong:
                 return Difference(name, wrong[0], rank, len(wrong))
+    were_same[:] = [True]
     return None
 
 
 def _sketch(x: Tensor) -> Tensor:
-    """The norm and a few projections of each row, fp64 [rows, 1 + PROJECTIONS]."""
-    values = x.detach().reshape(len(x), -1).cpu().double().nan_to_num()
+    """The norm, a few projections and _EXACT of each row, fp64 [rows, 1 + PROJECTIONS + _EXACT]."""
+    values = x.detach().reshape(len(x), -1).cpu().double()
     place = torch.arange(1, values.shape[1] + 1, dtype=torch.float64)
+    kinds = values.isnan().double() + 2.0 * values.isposinf() + 3.0 * values.isneginf()
+    exact = [kinds @ place, kinds @ (place * place % 65537)]
+    values = values.nan_to_num(0.0, 0.0, 0.0).clamp(-_LARGEST, _LARGEST)
     directions = torch.stack([(place * place * (1 + i)).sin() for i in range(PROJECTIONS)], 1)
-    return torch.cat([values.norm(dim=1, keepdim=True), values @ directions], 1)
+    rounded = [values.norm(dim=1, keepdim=True), values @ directions]
+    return torch.cat([*rounded, torch.stack(exact, 1)], 1)
 
 
 def _differ(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return which rows differ, bool [rows]."""
-    a, b = (x.view(-1, 1 + PROJECTIONS) for x in (a, b))
+    a, b = (x.view(-1, 1 + PROJECTIONS + _EXACT) for x in (a, b))
     precision = torch.finfo(dtype).eps ** 0.5 if dtype.is_floating_point else 0.0
-    return ((a - b).abs() > precision * (a[:, :1] + b[:, :1])).any(1)
+    apart = (a - b).abs() > precision * (a[:, :1] + b[:, :1])
+    return apart[:, :-_EXACT].any(1) | (a != b)[:, -_EXACT:].any(1)

@@ -8,12 +8,14 @@ Source: Hillis and Steele 1986, "Data parallel algorithms"; Blelloch 1990 for li
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.arguments import require_type, whole_number
 from tilewise.compiler.row_moves import RowMoves
 from tilewise.layouts.layout import Layout
 from tilewise.tokens.moves import scan_moves
@@ -39,26 +41,33 @@ def scan(  # noqa: PLR0913 - the map, and the split
         decay, update: [(batch,) pieces, ...], of this rank's pieces in the order of its rows.
             decay may have fewer dimensions, or sizes of 1: it counts for all of the state there.
         matrix: decay is [..., d, d] and update [..., d, e]: S <- decay @ S + update.
-        dim: of pieces, 0 or 1; None: the first, unless only the second has as many entries as this
-            rank has pieces.
+        dim: of pieces, 0 or 1; None: the one that can be on every rank, if only one can.
     Returns:
         As update; 0 before the first piece of a document.
+    Raises:
+        ValueError: the same on every rank, if one rank's maps do not fit, dim is needed, or the
+            ranks differ.
     """
 
-    def check() -> tuple[int, list[RowMoves]]:
-        pieces = few_pieces(layout, cu_seqlens, "scan")
-        number = _dimension(decay, update, len(pieces[transport.rank]), dim)
-        _check(decay, update, number, matrix)
-        return number, scan_moves(layout, cu_seqlens)
+    def check() -> tuple[int, dict[str, str], list[RowMoves]]:
+        counts = [len(pieces) for pieces in few_pieces(layout, cu_seqlens, "scan")]
+        require_type(bool, "matrix", matrix, "True")
+        at = _dimension(decay, update, counts, transport.rank, dim, matrix)
+        _check(decay, update, at, matrix)
+        verb = {"matrix": str(matrix), "dim of pieces": str(at)}
+        for name, x in (("decay", decay), ("update", update)):
+            sizes = [size if axis != at else -1 for axis, size in enumerate(x.shape)]
+            verb[f"shape of {name}"] = str(sizes)
+        return at, verb, scan_moves(layout, cu_seqlens)
 
-    at, (first, *rounds) = settled(transport, check)
+    at, verb, (first, *rounds) = settled(transport, check)
     maps = decay.movedim(at, 0)
     states = update.movedim(at, 0)
     if not matrix:
         maps = maps.reshape(*maps.shape, *[1] * (states.ndim - maps.ndim))
-    maps, states = _moved(maps, states, first, transport)
+    maps, states = _moved(maps, states, first, transport, verb)
     for moves in rounds:
-        earlier_maps, earlier_states = _moved(maps, states, moves, transport)
+        earlier_maps, earlier_states = _moved(maps, states, moves, transport, verb)
         if matrix:
             states = maps @ earlier_states + states
             maps = maps @ earlier_maps
@@ -69,11 +78,11 @@ def scan(  # noqa: PLR0913 - the map, and the split
 
 
 def _moved(
-    maps: Tensor, states: Tensor, moves: RowMoves, transport: Transport
+    maps: Tensor, states: Tensor, moves: RowMoves, transport: Transport, verb: dict[str, str]
 ) -> tuple[Tensor, Tensor]:
     """Maps and states of the pieces some places before; 0 where that is another document."""
     both = torch.cat([maps.flatten(1), states.flatten(1)], 1)
-    moved = move_rows(both, moves, transport)
+    moved = move_rows(both, moves, transport, verb=verb)
     a, b = moved.split([_row(maps), _row(states)], 1)
     return a.reshape(maps.shape), b.reshape(states.shape)
 
@@ -83,24 +92,44 @@ def _row(x: Tensor) -> int:
     return int(np.prod(x.shape[1:]))
 
 
-def _dimension(decay: Any, update: Any, num_pieces: int, dim: int | None) -> int:
+def _dimension(
+    decay: Any, update: Any, counts: Sequence[int], rank: int, dim: int | None, matrix: bool
+) -> int:
+    """Return the dimension of pieces.
+
+    A rank knows the other ranks' shapes: their numbers of pieces, beside the same other sizes. So
+    all find the same where shapes leave open on one of them which dimension it is.
+
+    Args:
+        counts: pieces of each rank.
+    """
     for name, x in (("decay", decay), ("update", update)):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} ({kind}) must be a Tensor of floating-point numbers")
-    fitting = [
-        axis
-        for axis in (0, 1)
-        if all(x.ndim > axis and x.shape[axis] == num_pieces for x in (decay, update))
-    ]
-    if dim is not None and dim not in (0, 1):
+    if dim is not None and whole_number("dim", dim, None) not in (0, 1):
         raise ValueError(f"dim ({dim}) must be 0 or 1, the dimension of pieces")
+    sizes = [
+        {x.shape[axis] for x in (decay, update)}
+        for axis in (0, 1)
+        if min(decay.ndim, update.ndim) > axis + 2 * matrix
+    ]
+    fitting = [axis for axis, of in enumerate(sizes) if of == {counts[rank]}]
     if not fitting or (dim is not None and dim not in fitting):
         raise ValueError(
             f"decay {tuple(decay.shape)} and update {tuple(update.shape)} must be [(batch,) "
-            f"pieces, ...] of this rank's {num_pieces} pieces: see cp.pieces(cu_seqlens)"
+            f"pieces, ...] of this rank's {counts[rank]} pieces: see cp.pieces(cu_seqlens)"
         )
-    return fitting[0] if dim is None else dim
+    if dim is not None:
+        return int(dim)
+    others = sizes[1 - fitting[0]] if len(sizes) > 1 else set[int]()
+    unclear = [peer for peer, count in enumerate(counts) if others == {count}]
+    if unclear and {*counts} != {1}:  # one piece and a batch of one are the same either way
+        raise ValueError(
+            f"decay and update have {counts[unclear[0]]} entries in dimensions 0 and 1 on rank "
+            f"{unclear[0]}, which has as many pieces; pass dim=0 or dim=1, the dimension of pieces"
+        )
+    return fitting[0]
 
 
 def _check(decay: Tensor, update: Tensor, dim: int, matrix: bool) -> None:

@@ -9,6 +9,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from threading import get_ident
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -29,11 +30,16 @@ PASS = "pass"
 TAG_BITS = 28
 _ABSENT = "nothing"
 _CALLS = "calls before this one"
+_VALIDATE = "validate"
 _KINDS_KEPT = 4096
 _DIGESTS_KEPT = 2 * COMPARED_EVERY
 _DIGEST_BYTES = 16
 _SHOWN_CHARACTERS = 120  # of a field of a call that a rank waits in
 _SHOWN_FIELDS = 4
+_TWO_THREADS = (
+    "two threads of this rank call in one group at once; make a group for each thread "
+    "(torch.distributed.new_group on all ranks), or call from one thread alone"
+)
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
@@ -100,6 +106,13 @@ class _Current(NamedTuple):
     error: str | None
 
 
+class _Made(NamedTuple):
+    """A call that a rank made: the digest of all up to it, and whether it compared records."""
+
+    digest: bytes
+    compared: bool
+
+
 class Agreement:
     """Knowledge of one rank about the calls of one group: which kinds all ranks have compared, and
     a digest of all calls so far.
@@ -109,12 +122,17 @@ class Agreement:
 
     Attributes:
         mark: of the current call, where a message has no tag: the digest.
+        refusal: makes the error of a second thread, and lets other ranks know.
+        caller: the thread that made the current call.
     """
 
     def __init__(self) -> None:
+        self.refusal: Callable[[str], Exception] = ValueError
+        self.caller: int | None = None
+        self._holder: dict[str, int] = {}  # the thread that waits, or has messages under way
         self._known: dict[bytes, None] = {}
         self._compared = 0  # the last call that was
-        self._recent: dict[int, bytes] = {}  # digests by number of calls
+        self._recent: dict[int, _Made] = {}  # by number of calls
         self._set(_Current(0, bytes(_DIGEST_BYTES), False, _REFUSED, _NONE, None))
 
     @property
@@ -167,7 +185,7 @@ class Agreement:
         else:
             if compared_values is not None and error is None:
                 values = {**values, **compared_values()}
-            self._compare(transport, kind or _REFUSED, error, values)
+            self._compare(transport, kind or _REFUSED, error, values, mode)
         return self._now.number
 
     def largest(self, transport: Transport, name: str, value: int) -> int:
@@ -179,7 +197,7 @@ class Agreement:
         found = [record.fields.get(name) for record in records]
         if not all(found):
             self._disagreed(records)
-        self._set(self._now._replace(comparing=False))
+        self._now = self._now._replace(comparing=False)
         return max(int(one.text) for one in found if one)
 
     def state(self) -> CallState:
@@ -203,14 +221,43 @@ class Agreement:
                 return f"rank {refusing}: {at.error}"
         if own.error is not None or theirs.error is not None:
             return None
-        before = self._recent.get(theirs.number)
-        if before is None or before.hex() == theirs.digest:
+        made = self._recent.get(theirs.number)
+        if made is None:
             return None
+        if made.digest.hex() == theirs.digest:
+            if not theirs.comparing or made.compared:
+                return None
+            return (
+                f"rank {peer} compares {described(theirs)} with the others, rank {rank} does not; "
+                "pass the same validate on every rank"
+            )
         (low, first), (high, second) = sorted([(rank, own), (peer, theirs)], key=_rank_first)
         return (
             f"ranks are in different calls: rank {low} is in {_shown(first, second)}, rank {high} "
             f"in {_shown(second, first)}; run the same calls in the same order on every rank"
         )
+
+    def hold(self, *, launches: bool = False) -> None:
+        """Keep other threads out of the group until `release`: this one waits in it, or has
+        messages under way.
+
+        Args:
+            launches: messages are about to leave, with the tag of the current call.
+        Raises:
+            ValueError: on every rank, if another thread has the group, or has made another call.
+        """
+        own = get_ident()
+        if self._holder.setdefault("", own) != own or (launches and self.caller not in (None, own)):
+            raise self.refusal(_TWO_THREADS)
+
+    def release(self) -> None:
+        """Let any thread make the next call."""
+        if self._holder.get("") == get_ident():
+            del self._holder[""]
+
+    def go_on(self) -> None:
+        """Let this thread send messages of the current call, as a backward pass may."""
+        self.caller = get_ident()
 
     def _step(
         self,
@@ -219,6 +266,9 @@ class Agreement:
         comparing: bool = False,
         error: str | None = None,
     ) -> None:
+        own = self.caller = get_ident()
+        if self._holder.get("", own) != own:
+            raise self.refusal(_TWO_THREADS)
         before = self._now
         content = before.digest + kind.key
         if values:
@@ -227,7 +277,7 @@ class Agreement:
 
     def _set(self, current: _Current) -> None:
         self._now, self.mark = current, current.digest
-        self._recent[current.number] = current.digest
+        self._recent[current.number] = _Made(current.digest, current.comparing)
         self._recent.pop(current.number - _DIGESTS_KEPT, None)
 
     def begin_again(self, number: int, why: str) -> None:
@@ -249,19 +299,25 @@ class Agreement:
         raise ValueError(verdict)
 
     def _compare(
-        self, transport: Transport, kind: CallKind, error: str | None, values: Mapping[str, str]
+        self,
+        transport: Transport,
+        kind: CallKind,
+        error: str | None,
+        values: Mapping[str, str],
+        mode: Validate,
     ) -> None:
         before = self._now
         self._step(kind, values, True, error)
         calls = {_CALLS: f"{before.number} ({before.digest.hex()[:8]})"}
-        own = encoded({**kind.fields, **values, **calls}, error, before.number)
+        fields = {**kind.fields, **values, **calls, _VALIDATE: mode}
+        own = encoded(fields, error, before.number)
         records = transport.gather_records(own)
         content = own.numpy().tobytes()
         same = all(x is own or x.numpy().tobytes() == content for x in records)
         if error is not None or not same:
             decoded = [_decode(record) for record in records]
             self._disagreed(decoded)
-        self._set(self._now._replace(comparing=False))
+        self._now = self._now._replace(comparing=False)
         self._compared = self._now.number
         self._known[kind.key] = None
         if len(self._known) > _KINDS_KEPT:
@@ -320,11 +376,24 @@ def _rank_first(one: tuple[int, CallState]) -> int:
 
 def _shown(state: CallState, other: CallState) -> str:
     """A call's number, what it is, and in what else the other call differs first."""
-    shown = {name: text for name, text in state.fields.items() if name in (PASS, "call", "plan")}
+    shown = _named(state)
     for name, text in state.fields.items():
         if len(shown) < _SHOWN_FIELDS and other.fields.get(name, text) != text:
             shown[name] = text
-    return f"call {state.number} ({', '.join(f'{name} {text}' for name, text in shown.items())})"
+    return f"call {state.number} ({_listed(shown)})"
+
+
+def described(state: CallState) -> str:
+    """A call's number, and what it is."""
+    return f"call {state.number} ({_listed(_named(state))})"
+
+
+def _named(state: CallState) -> dict[str, str]:
+    return {name: text for name, text in state.fields.items() if name in (PASS, "call", "plan")}
+
+
+def _listed(fields: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {text}" for name, text in fields.items())
 
 
 def _verdict(records: Sequence[_Record]) -> str:

@@ -38,15 +38,29 @@ def failure_of(
     Args:
         messages: of the operation; none: all ranks of the group compare records.
     """
-    if isinstance(messages, TeamMessages):
-        messages = messages.with_others(group.rank())
-    peers = sorted({message.peer for message in messages})
+    peers = peers_of(messages, group) if messages else []
     whom = f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}" if peers else "all ranks"
-    label = messages[0].label if messages else "agreement"
+    label = "agreement"
+    if messages:
+        label = messages.label if isinstance(messages, TeamMessages) else messages[0].label
     suspects = peers if len(peers) == 1 else _out_of_reach(group)
     rank = _first_lost(group, suspects[0]) if suspects else -1
     also = f"; rank {rank} failed before" if rank != -1 and [rank] != peers else ""
     return LostRankError(f"{label}: {verb} {whom} failed{also}: {error}", rank)
+
+
+def peers_of(messages: Sequence[Message] | TeamMessages, group: dist.ProcessGroup) -> list[int]:
+    """The other ranks of an operation; without messages all of the group."""
+    if not messages:
+        return [rank for rank in range(group.size()) if rank != group.rank()]
+    if isinstance(messages, TeamMessages):
+        messages = messages.with_others(group.rank())
+    return sorted({message.peer for message in messages})
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which gloo ends a wait in a group."""
+    return group._get_backend(CPU).options._timeout.total_seconds()
 
 
 def _out_of_reach(group: dist.ProcessGroup) -> list[int]:

@@ -63,13 +63,13 @@ def wait_for(
         ValueError: if it is in vain, as ranks are in different calls or one refuses its input.
     """
     group, watch = link
-    watch.since = monotonic()
+    watch.messages, watch.since = messages, monotonic()
     try:
         work.wait()
     except RuntimeError as error:
         raise watch.failure(group, messages, verb, error) from error
     finally:
-        watch.since = 0.0
+        watch.messages, watch.since = (), 0.0
 
 
 class AllPosted:

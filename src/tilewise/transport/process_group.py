@@ -70,11 +70,13 @@ def _facts_of(group: dist.ProcessGroup) -> _GroupFacts:
     backends = _backends_of(group)
     wrong = {("cuda", "gloo"), ("cpu", "nccl")}
     agreement = AGREEMENTS.of(group)
+    watch = WATCHES.of(group, agreement)
+    agreement.refusal = watch.refusal
     return _GroupFacts(
         backends,
         dict(backends.items() - wrong),
         agreement,
-        WATCHES.of(group, agreement),
+        watch,
         RecentValues(EXCHANGES_KEPT),
         {},
     )
@@ -148,6 +150,7 @@ class DistTransport:
         recvs = recvs and travelling(recvs, self.rank, self.world_size)
         if not sends and not recvs:
             return AllPosted(())
+        self.agreement.hold(launches=True)
         if self._pairwise:
             self._release(self._pairwise)
         backend = self._backend({message.tensor.device.type for message in (*sends, *recvs)})
@@ -170,6 +173,7 @@ class DistTransport:
         return receives[0] if len(receives) == 1 else AllPosted(receives)
 
     def exchange_all(self, messages: TeamMessages) -> Handle:
+        self.agreement.hold(launches=True)
         device, team = messages.leaving.device.type, messages.team
         if self._pairwise:
             self._release(self._pairwise)
@@ -203,6 +207,13 @@ class DistTransport:
     def gather_records(self, record: Tensor) -> list[Tensor]:
         if self.world_size == 1:
             return [record]
+        self.agreement.hold()
+        try:
+            return self._all_records(record)
+        finally:
+            self.agreement.release()
+
+    def _all_records(self, record: Tensor) -> list[Tensor]:
         if record.numel() > _RECORD_DIGEST_BYTES:
             made = blake2b(record.numpy().tobytes(), digest_size=_RECORD_DIGEST_BYTES).digest()
             own = torch.frombuffer(bytearray(made), dtype=torch.uint8)
@@ -226,6 +237,7 @@ class DistTransport:
         self._receiving.clear()
         for lane in tuple(self._sending):
             self._reap(lane, 0)
+        self.agreement.release()
 
     def _backend(self, devices: set[str]) -> str:
         """The backend that carries tensors of these types of device."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import atexit
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import Event, Lock, Thread
@@ -20,13 +21,24 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from tilewise.transport.agreement import Agreement, CallState
-from tilewise.transport.lost_rank import NOTHING_TAG, failure_of
+from tilewise.transport import group_order
+from tilewise.transport.agreement import Agreement, CallState, described
+from tilewise.transport.lost_rank import (
+    NOTHING_TAG,
+    LostRankError,
+    failure_of,
+    peers_of,
+    timeout_of,
+)
 from tilewise.transport.nccl_groups import group_store, team_groups
 from tilewise.transport.protocol import Message, TeamMessages
 
 PATIENCE_SECONDS = 5.0
 """A rank that waits longer says so, and asks what the others do."""
+NOTICE_SECONDS = 10.0
+"""After a longer wait the lowest rank that waits writes a line to stderr."""
+_NOTICES_APART = 60.0
+"""Seconds between two lines of a group at least."""
 _LOOKS = 5  # within PATIENCE_SECONDS
 _ASKED_AT_ONCE = 64  # other ranks, at a look: those of a large group are asked in turn
 _VERDICT = "verdict"
@@ -39,28 +51,43 @@ class Watch:
 
     Attributes:
         since: of the wait under way, by monotonic(); 0: none is.
+        messages: those of that wait; none: it is for all ranks.
+        agreement: of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, agreement: Agreement) -> None:
         self.since = 0.0
-        self._group, self._agreement = ref(group), agreement
+        self.messages: Sequence[Message] | TeamMessages = ()
+        self.agreement = agreement
+        self._group = ref(group)
         self._published: CallState | None = None
+        self._said = False
         self._turn = 0
+        self._there: dict[int, bool] = {}  # whether others wait in this call or a later one
+        self._noticed = -_NOTICES_APART
 
-    def look(self) -> None:
+    def look(self, agreements: Mapping[dist.ProcessGroup, Agreement]) -> None:
         """Look whether this rank has waited long: then say so, and end all waits if they are in
         vain.
+
+        Args:
+            agreements: of all groups of this process.
         """
         group = self._group()
         if group is None:
             return
         since = self.since
         if since and monotonic() - since > PATIENCE_SECONDS:
-            if self._in_vain(group):
+            if self._in_vain(group) or self._in_another_order(group, agreements):
                 end_waits(group)
+            elif monotonic() - max(since + NOTICE_SECONDS, self._noticed + _NOTICES_APART) > 0:
+                self._notice(group, since)
         elif self._published is not None:
             group_store(group, "calls").set(str(group.rank()), "")
             self._published = None
+            if self._said:
+                group_order.taken_back()
+                self._said = False
 
     def failure(
         self,
@@ -75,12 +102,53 @@ class Watch:
         Args:
             group: the watched one, or one of the same ranks that belongs to it.
         """
-        self.since = 0.0
+        since, self.since = self.since, 0.0
         watched = self._group() or group
         verdict = _verdict(watched)
-        failure = ValueError(verdict) if verdict else failure_of(messages, verb, error, group)
+        if verdict:
+            failure = ValueError(verdict)
+        elif since and self._absent() and monotonic() - since > timeout_of(group) / 2:
+            failure = LostRankError(
+                f"{self._waits(watched, since)} The group's timeout has ended the wait.",
+                self._absent()[0],
+            )
+        else:
+            failure = failure_of(messages, verb, error, group)
         end_waits(watched)
         return failure
+
+    def _absent(self) -> list[int]:
+        """Return the ranks that are not known to wait in this call or a later one."""
+        return sorted(rank for rank, there in self._there.items() if not there)
+
+    def _waits(self, group: dist.ProcessGroup, since: float) -> str:
+        """Say since when this rank waits in which call, and which ranks have not come to it."""
+        absent = self._absent()
+        whom = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+        return (
+            f"rank {group.rank()} has waited {monotonic() - since:.0f} s in "
+            f"{described(self.agreement.state())}. Missing: {whom}, late or busy, or without this "
+            "call. Every rank of the group must make it, not only those under `if rank == 0:`."
+        )
+
+    def _notice(self, group: dist.ProcessGroup, since: float) -> None:
+        """Write on stderr for whom this rank waits, if no lower rank does it."""
+        absent = self._absent()
+        if absent and all(rank in absent for rank in range(group.rank())):
+            sys.stderr.write(f"tilewise: {self._waits(group, since)}\n")
+            sys.stderr.flush()
+            self._noticed = monotonic()
+
+    def refusal(self, what: str) -> ValueError:
+        """Return the error to raise where this rank cannot take part in a call; it ends the others'
+        waits, and they raise the same.
+        """
+        group = self._group()
+        assert group is not None
+        store = group_store(group, "calls")
+        verdict = store.compare_set(_VERDICT, "", f"rank {group.rank()}: {what}").decode()
+        end_waits(group)
+        return ValueError(verdict)
 
     def in_another_call(self, peer: int) -> ValueError:
         """Return the error to raise where a peer sent a message of another call; both say which
@@ -100,13 +168,26 @@ class Watch:
             "calls in the same order on every rank"
         )
 
+    def _in_another_order(
+        self, group: dist.ProcessGroup, agreements: Mapping[dist.ProcessGroup, Agreement]
+    ) -> str | None:
+        """Why ranks in two groups wait for each other; says in which group this one waits."""
+        self._said = group_order.said(group, agreements)
+        if not self._said:
+            return None
+        peers = peers_of(self.messages, group)
+        verdict = group_order.other_order(group, peers)
+        if verdict is None:
+            return None
+        return group_store(group, "calls").compare_set(_VERDICT, "", verdict).decode()
+
     def _in_vain(self, group: dist.ProcessGroup) -> str | None:
         """Why no rank can go on, once one of them knows it; says which call this one is in."""
         store, rank, size = group_store(group, "calls"), group.rank(), group.size()
-        state = self._agreement.state()
+        state = self.agreement.state()
         if state != self._published:
             store.set(str(rank), json.dumps(state))
-            self._published = state
+            self._published, self._there = state, {}
         verdict = _verdict(group)
         if verdict:
             return verdict
@@ -114,7 +195,9 @@ class Watch:
         for i in range(asked):
             peer = (rank + 1 + (self._turn + i) % (size - 1)) % size
             text = store.get(str(peer)) if store.check([str(peer)]) else b""
-            found = text and self._agreement.conflict(rank, peer, CallState(*json.loads(text)))
+            theirs = CallState(*json.loads(text)) if text else None
+            self._there[peer] = theirs is not None and theirs.number >= state.number
+            found = theirs and self.agreement.conflict(rank, peer, theirs)
             if found:  # of several the first one stays, for all
                 return store.compare_set(_VERDICT, "", found).decode()
         self._turn = (self._turn + asked) % (size - 1)
@@ -151,10 +234,12 @@ class _Watches:
     def _run(self) -> None:
         while not self._ending.wait(PATIENCE_SECONDS / _LOOKS):
             with self._lock:
-                watches = [*self._by_group.values()]
-            for watch in watches:
+                watches = dict(self._by_group)
+            agreements = {group: watch.agreement for group, watch in watches.items()}
+            for watch in watches.values():
                 with suppress(RuntimeError):  # the store is gone, or the group is
-                    watch.look()
+                    watch.look(agreements)
+            del watches, agreements
 
 
 WATCHES = _Watches()

@@ -56,7 +56,8 @@ def error_bound(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Any) -> E
     transport = transport_for(call.get("group"))
     try:
         for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items():
-            require_type(Tensor, name, x, "this rank's rows")
+            if not require_type(Tensor, name, x, "this rank's rows").ndim:
+                raise ValueError(f"{name} has no dimensions, but must be this rank's rows")
         if call.get("bias") is not None:
             raise ValueError("bias is not supported: no bound of gradients is proven with one")
         if dout.shape != (*q.shape[:-1], v.shape[-1]):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
-from tilewise.arguments import whole_number
+from tilewise.arguments import of_kind, require_type, whole_number
 from tilewise.functional import attention
 from tilewise.integrations.seeds import agreed_seed
 from tilewise.kernels.bias import Alibi, alibi
@@ -92,6 +92,7 @@ def attend(
     n = transport.world_size
 
     def checked() -> tuple[TokenSplit, TokenSplit, Mask, Alibi | None]:
+        _check_kinds(qkv, options)
         if options.deterministic:
             raise ValueError(
                 "deterministic=True of ring-flash-attn is not supported: results are merged in a "
@@ -150,6 +151,7 @@ def attend_in_a_row(
             memory: keys and values go round a ring, of which a rank holds two shards.
     """
     transport, (q, k, _) = transport_for(options.group), qkv
+    settled(transport, lambda: _check_kinds(qkv, options))
     documents = _documents_of(slices, q, options.causal, transport)
 
     def stride() -> int:
@@ -161,6 +163,24 @@ def attend_in_a_row(
 
     strategy = all_gather if settled(transport, stride) == k.shape[-2] else ring
     return attend(qkv, lambda x, n: TokenSplit(in_parts(x, n, 3), documents), options, strategy)
+
+
+def _check_kinds(qkv: tuple[Tensor, Tensor, Tensor], options: Options) -> None:
+    """Raise ValueError for arguments that are of another kind than those of ring-flash-attn."""
+    for name, x in zip("qkv", qkv, strict=True):
+        if isinstance(x, ValueError):  # found by `unpacked`
+            raise x
+        require_type(Tensor, name, x, "this rank's rows")
+    for name, kind in get_type_hints(Options).items():
+        of_kind(name, getattr(options, name), kind)
+
+
+def unpacked(name: str, x: Any, num_parts: int) -> Sequence[Any]:
+    """The parts of a kvpacked or qkvpacked tensor; of another one errors for `attend` to raise."""
+    if isinstance(x, Tensor) and x.ndim > 3 and x.shape[-3] == num_parts:
+        return x.unbind(-3)
+    shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+    return [ValueError(f"{name} ({shape}) must be [..., {num_parts}, heads, head_dim]")] * num_parts
 
 
 def in_parts(

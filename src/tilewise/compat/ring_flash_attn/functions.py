@@ -36,6 +36,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tilewise.arguments import checks_arguments, require_range
 from tilewise.compat.ring_flash_attn.attend import (
     Options,
     PackedRow,
@@ -48,6 +49,7 @@ from tilewise.compat.ring_flash_attn.attend import (
     in_parts,
     slices_of,
     spread_documents,
+    unpacked,
 )
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Document
@@ -144,6 +146,7 @@ def llama3_flash_attn_varlen_func(  # noqa: PLR0913 - theirs
     return attend_in_a_row((q, k, v), slices, heads_k_stride, options)
 
 
+@checks_arguments
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
@@ -152,8 +155,9 @@ def llama3_flash_attn_prepare_cu_seqlens(
     Returns:
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice.
     Raises:
-        ValueError: unless world_size divides the number of tokens.
+        ValueError: unless world_size divides the number of tokens, and rank is one of them.
     """
+    require_range("rank", rank, 0, world_size - 1)
     edges = Document(cu_seqlens).cu_seqlens
     queries, keys, local_k_slice = slices_of(edges, causal, rank, world_size)
     cu_seqlens_q, cu_seqlens_k = cu_seqlens.new_tensor(queries), cu_seqlens.new_tensor(keys)
@@ -165,14 +169,14 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
 def _kvpacked(function: Function) -> Function:
     def packed(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Result:
-        return function(q, *kv.unbind(-3), *args, **options)
+        return function(q, *unpacked("kv", kv, 2), *args, **options)
 
     return _packed(function, packed, "q", "kv")
 
 
 def _qkvpacked(function: Function) -> Function:
     def packed(qkv: Tensor, *args: Any, **options: Any) -> Result:
-        return function(*qkv.unbind(-3), *args, **options)
+        return function(*unpacked("qkv", qkv, 3), *args, **options)
 
     return _packed(function, packed, "qkv")
 
