@@ -18,7 +18,7 @@ from tilewise.execution.call import (
 from tilewise.execution.entry_masks import attend_by_entry
 from tilewise.execution.sinks import kind_of, with_sink
 from tilewise.execution.torch_op import attend, attend_compiled
-from tilewise.kernels.bias import Alibi
+from tilewise.kernels.bias import Alibi, expanded
 from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
@@ -137,12 +137,13 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
             num_heads]: of each batch entry its own. Its gradient is this rank's share, to be summed
             over ranks as any replicated parameter's (complete on every rank under tree).
         bias: added to the scaled (and capped) scores before the mask. A tensor [num_heads,
-            num_tokens, num_kv_tokens] of the whole sequence, the same on every rank (its kind is
-            compared, values are not), of any floating-point dtype but fp64 beside narrower q; or
-            `tw.alibi(slopes)`, -slope |i - j|. -inf hides a pair as a mask does. Each tile takes
-            its own rows and columns; nothing of it travels. The gradient of a tensor is this rank's
-            share, also under tree: the sum over ranks is the gradient. A tensor is not taken in
-            code that torch.compile compiles; tw.alibi is.
+            num_tokens, num_kv_tokens] of the whole sequence, heads or queries 1 where they share
+            it, with a dimension before these where each batch entry has its own, the same on every
+            rank (its kind is compared, values are not), of any floating-point dtype but fp64 beside
+            narrower q; or `tw.alibi(slopes)`, -slope |i - j|. -inf hides a pair as a mask does.
+            Each tile takes its own rows and columns; nothing of it travels. The gradient of a
+            tensor is this rank's share, also under tree: the sum over ranks is the gradient. A
+            tensor is not taken in code that torch.compile compiles; tw.alibi is.
         softcap: scores become softcap * tanh(score / softcap) before bias and mask.
         dropout_p: in [0, 1), the share of weights that are dropped; the others grow by 1 / (1 -
             dropout_p). lse is that without dropout.
@@ -169,6 +170,7 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     known_mask: Any = mask
     if layout is None or mask is None:
         layout, known_mask = known_of(plan, layout, known_mask)
+    bias = _with_all_heads(bias, q, layout, kv_layout)
     region = autocast_dtype(q)
     if region is not None:
         q, k, v = lowered(q, region), lowered(k, region), lowered(v, region)
@@ -217,7 +219,8 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     )
     with without_autocast(q, region):
         values = None if bias is None or isinstance(bias, Alibi) else bias
-        if masks is not None:
+        by_entry = isinstance(values, Tensor) and values.ndim == 4 and not compiled
+        if masks is not None or by_entry:
             out, lse, largest = attend_by_entry(q, k, v, call, masks, sink, values)
         elif compiled:
             out, lse, largest = attend_compiled(q, k, v, call, dropout_seed, values)
@@ -230,6 +233,18 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
             lse = joint.completed(lse) if return_lse else lse
     extras = [lse] * return_lse + largest
     return (out, *extras) if extras else out
+
+
+def _with_all_heads(
+    bias: Tensor | Alibi | None, q: Tensor, layout: Layout | None, kv_layout: Layout | None
+) -> Tensor | Alibi | None:
+    """Return a dense bias with all heads and queries; other values as they are."""
+    keys = kv_layout or layout
+    if not isinstance(bias, Tensor) or not isinstance(q, Tensor) or q.ndim < 3:
+        return bias
+    if not isinstance(layout, Layout) or not isinstance(keys, Layout):
+        return bias
+    return expanded(bias, (q.shape[-2], layout.num_tokens, keys.num_tokens))
 
 
 def _sink_under_autocast(sink: Tensor) -> Tensor:

@@ -3,13 +3,16 @@
 import inspect
 import sys
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import tilewise as tw
 from tilewise.compat import ring_flash_attn as rfa
+from tilewise.compat.ring_flash_attn import utils
 
 N, CU = 3, (0, 12, 12, 54, 60)
 ROWS = CU[-1] // N
@@ -297,13 +300,52 @@ def test_installed_it_is_found_under_the_librarys_names(monkeypatch: pytest.Monk
     rfa.install()
     exec(
         "from ring_flash_attn import llama3_flash_attn_varlen_func as a, substitute_hf_flash_attn\n"
-        "from ring_flash_attn.adapters.hf_adapter import DATA_PARAMS, use_ring_attn\n"
+        "from ring_flash_attn.adapters.hf_adapter import DATA_PARAMS, use_ring_attn, check_params\n"
         "from ring_flash_attn.zigzag_ring_flash_attn_varlen import *\n"
         "from ring_flash_attn.adapters import update_ring_flash_attn_params\n"
-        "assert a is rfa.llama3_flash_attn_varlen_func",
+        "from ring_flash_attn.utils import flatten_varlen_lse, unflatten_varlen_lse\n"
+        "import ring_flash_attn.ring_flash_attn as ring, ring_flash_attn.triton_utils as triton\n"
+        "import ring_flash_attn.llama3_flash_attn_varlen as llama3, ring_flash_attn.adapters as b\n"
+        "import ring_flash_attn.adapters.hf_adapter as adapter\n"
+        "import ring_flash_attn.adapters.hf_adapter\n"
+        "assert ring.ring_flash_attn_func is rfa.ring_flash_attn_func\n"
+        "assert llama3.llama3_flash_attn_varlen_func is a is rfa.llama3_flash_attn_varlen_func\n"
+        "assert ring_flash_attn.adapters.hf_adapter is adapter is b.hf_adapter\n"
+        "forward = adapter.create_ring_flash_attention_forward(None, 1)[0]\n"
+        "assert check_params(lambda a, b: 0, forward) and check_params(lambda a: 0, lambda b: 0)\n"
+        "assert not check_params(lambda a, b: 0, lambda a: 0)",
         {"rfa": rfa},
     )
     rfa.install()
     sys.modules["ring_flash_attn"] = inspect
     with pytest.raises(ValueError, match="imported already"):
         rfa.install()
+
+
+def test_lse_of_packed_sequences_goes_to_one_row_each_and_back():
+    lse, edges = torch.rand(9, 2, 1), torch.tensor([0, 4, 6, 9])
+    padded = utils.unflatten_varlen_lse(lse, edges, 5)
+    assert padded.shape == (3, 2, 5)
+    assert torch.equal(padded[1, :, :2], lse[4:6, :, 0].T)
+    assert torch.equal(utils.flatten_varlen_lse(padded, edges), lse[..., 0].T)
+
+
+@pytest.mark.parametrize("name", ["ring_flash_attn_func", "llama3_flash_attn_varlen_func"])
+def test_compiled_functions_are_the_plain_ones(name: str):
+    """Of a group of processes, which is no constant of a graph."""
+    shape = (1, 12, 2, 8) if name == "ring_flash_attn_func" else (12, 2, 8)
+    q, k, v = (torch.randn(shape, dtype=torch.float64) for _ in range(3))
+    lengths: tuple[Any, ...] = ()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        if "llama3" in name:
+            edges = torch.tensor([0, 5, 12])
+            *four, part = rfa.llama3_flash_attn_prepare_cu_seqlens(edges, True, 0, 1)
+            lengths = (*four, 1, part)
+        plain = getattr(rfa, name)
+        group = dist.group.WORLD
+        want = plain(q, k, v, *lengths, causal=True, group=group)
+        got = torch.compile(plain, backend="eager")(q, k, v, *lengths, causal=True, group=group)
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(got, want)

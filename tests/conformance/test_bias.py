@@ -55,6 +55,7 @@ class Case(NamedTuple):
     slopes: list[float] | None
     sinks: tuple[int, ...]
     softcap: float | None
+    bias: tuple[int, ...] = (8, TOKENS, TOKENS)
 
     @property
     def positions(self) -> Tensor:
@@ -69,7 +70,10 @@ def drawn_case(plan: Plan, random: Random) -> Case:
     shapes = [(8,), (1, 8), (3, 8), *([(2, 3, 8)] if batch else [])]
     softcap, mask = random.choice([None, 1.5]), random.choice(MASKS)
     layout = random.choice(LAYOUTS)(TOKENS, plan.world_size)
-    return Case(plan, layout, mask, heads, batch, slopes, random.choice(shapes), softcap)
+    case = Case(plan, layout, mask, heads, batch, slopes, random.choice(shapes), softcap)
+    bias = random.choice([1, 8]), random.choice([1, TOKENS]), TOKENS
+    entries = [(), (1,), (2,)] if batch else [(), (1,)]
+    return case._replace(bias=(*random.choice(entries), *bias))
 
 
 def dense(x: Any, case: Case, bias: Tensor, sinks: Tensor) -> Result:
@@ -84,7 +88,9 @@ def dense(x: Any, case: Case, bias: Tensor, sinks: Tensor) -> Result:
     masks = case.mask if isinstance(case.mask, list) else [case.mask]
     tables = [torch.as_tensor(mask.dense(positions, torch.arange(TOKENS))) for mask in masks]
     allowed = tables[0] if len(tables) == 1 else torch.stack(tables)[:, None]
-    scores = (scores + bias[:, positions]).masked_fill(~allowed, -torch.inf)
+    every = bias.expand(*bias.shape[:-3], 8, TOKENS, TOKENS)
+    every = every[0] if every.ndim > 3 and not case.batch else every
+    scores = (scores + every[..., positions, :]).masked_fill(~allowed, -torch.inf)
     extra = sinks[None] if sinks.ndim == 1 else sinks
     columns = extra.transpose(-1, -2).unsqueeze(-2).expand(*scores.shape[:-1], extra.shape[-2])
     lse = torch.cat([scores, columns], -1).logsumexp(-1)
@@ -131,7 +137,7 @@ def compare(case: Case, seed: int) -> None:
     shapes = [(*case.batch, n, h, WIDTH) for n, h in zip((TOKENS, TOKENS), case.heads, strict=True)]
     shapes[0] = (*case.batch, len(case.positions), case.heads[0], WIDTH)
     x, make = draw(*shapes, seed), torch.Generator().manual_seed(seed)
-    bias = torch.randn(case.heads[0], TOKENS, TOKENS, generator=make, dtype=torch.float64)
+    bias = torch.randn(case.bias, generator=make, dtype=torch.float64)
     sinks = torch.randn(case.sinks, generator=make, dtype=torch.float64)
     if case.slopes is not None:
         at = torch.arange(TOKENS)

@@ -131,9 +131,11 @@ WRONG = {
     "bias shape": Wrong(
         {"bias": zeros(4, 4, 12)}, r"bias is float32 \[4, 4, 12\], but must be .*\[4, 12, 12\]"
     ),
-    "bias per batch": Wrong({"bias": zeros(1, 4, 12, 12)}, r"\[1, 4, 12, 12\].*\[4, 12, 12\]"),
     "bias dtype": Wrong(
         {"bias": zeros(4, 12, 12).double()}, "bias is float64 .*but must be float32, bfloat16 or"
+    ),
+    "biases without a batch": Wrong(
+        {"bias": zeros(3, 4, 12, 12)}, r"bias is \[3, 4, 12, 12\], one for each batch entry, but q"
     ),
     "complex bias": Wrong({"bias": zeros(4, 12, 12).cfloat()}, "bias is complex64"),
     "bias device": Wrong({"bias": zeros(4, 12, 12, device="meta")}, "bias is on meta, but q on"),

@@ -16,6 +16,7 @@ pytest.importorskip("diffusers", reason="needs diffusers, of the extra diffusers
 
 from processes.launcher import run_processes
 from support.diffusers_models import (
+    WAN,
     Inputs,
     chrono_edit,
     flux,
@@ -208,6 +209,27 @@ def test_a_plan_of_one_s_own_is_taken() -> None:
         return trained(enable_parallelism(copy.deepcopy(model), group, cp_plan=plan), inputs)
 
     assert_one_process(tw.loopback(2, on_rank), want)
+
+
+def test_a_text_that_is_whole_on_every_rank_is_named_and_split_by_a_plan_with_it() -> None:
+    """SkyReels with Wan's plan: its processors tell no layer from another."""
+    from diffusers.models._modeling_parallel import ContextParallelInput
+    from diffusers.models.transformers.transformer_skyreels_v2 import SkyReelsV2Transformer3DModel
+
+    torch.manual_seed(0)
+    model, inputs = SkyReelsV2Transformer3DModel(**WAN), wan_inputs(Random(2))
+    inputs["encoder_hidden_states"] = torch.randn(2, 7, 16)
+    plan: Any = type(made(wan))._cp_plan
+    text = ContextParallelInput(split_dim=1, expected_dims=3)
+    whole = {**plan, "": {**plan.get("", {}), "encoder_hidden_states": text}}
+    want = trained(model, inputs)
+
+    def on_rank(rank: int, group: Any, plan: Any) -> Trained:
+        return trained(enable_parallelism(copy.deepcopy(model), group, cp_plan=plan), inputs)
+
+    with pytest.raises(ValueError, match=r"keys of blocks\.0\.attn2 has .* whole on each, a text"):
+        tw.loopback(2, lambda rank, group: on_rank(rank, group, plan))
+    assert_one_process(tw.loopback(2, lambda rank, group: on_rank(rank, group, whole)), want)
 
 
 def on_ranks(change: Any, n: int = 2) -> None:

@@ -30,6 +30,7 @@ from transformers import BertConfig, BertModel
 
 import tilewise as tw
 from tilewise.integrations import hf
+from tilewise.integrations.hf_forward import split_forward
 
 N = 4
 WHOLE, PACKED, SHORT = (0, 22), (0, 5, 16, 17, 22), (0, 3)
@@ -177,18 +178,44 @@ def test_a_batch_of_rows_with_the_same_documents():
     compare("llama", case(PACKED, batch=3))
 
 
-def test_documents_from_position_ids_alone():
-    """No cu_seq_lens: the ranks put their position_ids together."""
-    given = case(PACKED)
-    want = run_whole(build("gemma2"), given).logits
+@pytest.mark.parametrize("name", ["gemma2", "qwen3"])
+def test_documents_from_position_ids_alone(name: str):
+    """No cu_seq_lens: the ranks put their position_ids together, which may differ between rows."""
+    other = (0, 9, 22)
+    rows = [case(PACKED), case(other)]
+    ids = torch.cat([x.input_ids for x in rows])
+    positions = torch.cat([x.position_ids for x in rows])
+    want = torch.cat([run_apart(build(name), one).logits for one in rows])
 
     def on_rank(rank: int, group) -> torch.Tensor:
         cp = tw.ContextParallel(group, num_tokens=22, mask=tw.Causal())
-        model = build("gemma2", hf.register(cp, f"tilewise_{rank}"))
-        ids, positions = (cp.shard(x, 1) for x in (given.input_ids, given.position_ids))
-        return cp.unshard(model(ids, position_ids=positions, use_cache=False).logits, 1)
+        model = build(name, hf.register(cp, f"tilewise_{rank}"))
+        own, places = (cp.shard(x, 1) for x in (ids, positions))
+        both = model(own, position_ids=places, use_cache=False).logits
+        one = model(own[:1], position_ids=places[:1], use_cache=False).logits
+        return cp.unshard(torch.cat([both, one]), 1)
 
-    assert all((got - want).abs().max() < 1e-5 for got in tw.loopback(N, on_rank))
+    for got in tw.loopback(N, on_rank):
+        assert (got - torch.cat([want, want[:1]])).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2"])
+def test_positions_of_ones_own_beside_a_mask_are_one_document(name: str):
+    """They skip (PoSE), come twice, stand still: to transformers such a row is one document."""
+    whole, ids = build(name), case((0, 24)).input_ids.view(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 9:] = 0
+    at = torch.arange(12)
+    for positions in (at + 20 * (at > 4), at // 2, at * 0, 30 - at):
+        given = {"position_ids": positions[None], "attention_mask": mask, "use_cache": False}
+        want = whole(ids, **given).logits.detach() * mask[..., None]
+
+        def on_rank(rank: int, group, given=given) -> torch.Tensor:
+            model = copy.deepcopy(whole)
+            split_forward(model, group)
+            return model(ids, **given).logits.detach()
+
+        assert (tw.loopback(2, on_rank)[0] - want).abs().max() < 1e-5
 
 
 def test_a_bidirectional_model_sees_everything():

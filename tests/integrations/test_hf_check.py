@@ -407,3 +407,27 @@ def test_a_tiny_configuration_keeps_what_decides_how_a_model_is_split():
     assert llama.num_attention_heads > llama.num_key_value_heads > 1
     dynamic = shrunk(with_rope("dynamic").config)
     assert dynamic.max_position_embeddings == SWITCH < NUM_TOKENS // 2
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call:UserWarning")
+def test_a_compiled_model_is_the_model_and_one_within_a_module_is_named():
+    class Holder(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module):
+            super().__init__()
+            self.config, self.inner = plain(), inner
+
+    whole = LlamaForCausalLM(plain())
+    message = r"model \(Holder\) must be a model of transformers; it holds one, model.inner \(Llama"
+    with pytest.raises(ValueError, match=message):
+        hf.check_model(Holder(whole))
+    with pytest.raises(ValueError, match=r"model \(Linear\) must be a model of transformers$"):
+        hf.check_model(torch.nn.Linear(2, 2))
+    hf.check_model(torch.compile(whole, backend="eager"))  # type: ignore[arg-type]
+    ids = torch.arange(12)[None]
+    want = whole(ids, use_cache=False).logits
+    cp = tw.ContextParallel(num_tokens=12, mask=tw.Causal(), strategy=tw.ring(1))
+    compiled: Any = torch.compile(whole, backend="eager")
+    split = hf.parallelize(compiled, cp, "tilewise_compiled")
+    with torch.no_grad():
+        got = split(**hf.shard(cp, ids), use_cache=False).logits
+    assert (got - want).abs().max() < 1e-5

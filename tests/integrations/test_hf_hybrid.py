@@ -66,6 +66,29 @@ def test_one_document_and_ranks_without_tokens(name: str):
     assert not wrong(build(name), case((0, 3)), tw.contiguous(3, 5), 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("NemotronH", {"layer_types": ["full_attention", "moe"], "num_hidden_layers": 2}),
+        ("Qwen3Next", {"layer_types": ["full_attention"] * 3}),
+        ("Lfm2", {"layer_types": ["full_attention"] * 3}),
+        ("Jamba", {"attn_layer_period": 1, "attn_layer_offset": 0}),
+    ],
+)
+def test_a_hybrid_model_without_a_layer_that_carries_a_state(name: str, changes: dict[str, Any]):
+    whole, given = build(name, **changes), case((0, 5, 16))
+    assert not wrong(whole, given, tw.zigzag(16, 3), 1e-5)
+    rows = case((0, 16)).input_ids.view(2, 8)
+    want = whole(rows, use_cache=False).logits.detach()
+
+    def on_rank(rank: int, group: Any) -> Tensor:
+        model = copy.deepcopy(whole)
+        split_forward(model, group)
+        return model(rows).logits.detach()
+
+    assert (tw.loopback(2, on_rank)[0] - want).abs().max() < 1e-5
+
+
 def test_a_batch_of_rows_with_the_same_documents():
     given = case((0, 5, 16), batch=2)
     got = split_in_threads(build("Qwen3Next"), given, tw.zigzag(16, 3)).logits
@@ -226,6 +249,9 @@ def test_calls_that_cannot_be_split():
         model(**hf.shard(cp, ids), attention_mask=cp.shard(padded, 1))
 
     assert "attention_mask hides padding" in refusal("Mamba", call)
+    rows = torch.stack([torch.arange(29), torch.arange(29) % 20])
+    apart = lambda cp, m: m(cp.shard(ids.expand(2, -1), 1), position_ids=cp.shard(rows, 1))  # noqa: E731
+    assert "rows 0 and 1 of the batch have different documents" in refusal("Qwen3Next", apart)
     assert "the model runs on 29 tokens" in refusal("Mamba", lambda cp, m: m(ids))
     generate = lambda cp, m: m.eval().generate(ids[:, :3], max_new_tokens=2)  # noqa: E731
     assert "set_attn_implementation('sdpa')" in refusal("Mamba", generate)

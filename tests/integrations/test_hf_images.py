@@ -10,18 +10,15 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 
+import transformers
 from support.hf_models import VOCABULARY, Result, config, errors, summed
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers import masking_utils as mu
 
 import tilewise as tw
 from tilewise.integrations import hf
 from tilewise.integrations.data import ShardingCollator
+from tilewise.integrations.hf_forward import split_forward
 from tilewise.integrations.hf_masks import read_mask
 
 NUM_TOKENS = 35
@@ -161,31 +158,74 @@ def test_blocks_that_one_mask_cannot_stand_for_are_refused():
     assert dense == [[1, 1, 0, 1], [1, 1, 0, 1], [0] * 4, [1, 1, 0, 1]]
 
 
-def test_positions_that_images_shift_are_those_of_the_whole_sequence():
+def counting_model(name: str) -> Any:
+    """A model that counts three positions for each token of an image."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     text = config("qwen3").to_dict() | {"rope_parameters": rope}
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2}
-    vision |= {"out_hidden_size": 32, "patch_size": 4, "deepstack_visual_indexes": [0]}
-    whole = Qwen3VLForConditionalGeneration._from_config(
-        Qwen3VLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE),
+    vision: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 24}
+    vision |= {"num_heads": 2, "patch_size": 4, "embed_dim": 16, "out_hidden_size": 32}
+    vision |= {"deepstack_visual_indexes": [0]} if name == "Qwen3VL" else {}
+    if name == "Qwen2VL":
+        vision |= {"hidden_size": 32, "mlp_ratio": 2}
+    if name != "Qwen3VL":
+        text["model_type"] = "qwen2_5_vl_text" if "5" in name else "qwen2_vl_text"
+    made = getattr(transformers, f"{name}Config")
+    torch.manual_seed(7)
+    return getattr(transformers, f"{name}ForConditionalGeneration")._from_config(
+        made(text_config=text, vision_config=vision, image_token_id=IMAGE),
         attn_implementation="eager",
         dtype=torch.float64,
     )
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"])
+def test_images_need_the_positions_of_the_whole_sequence_however_they_come(name: str):
+    """Pixels, features, token types or embeddings: with one-dimensional positions all are refused,
+    with those of get_rope_index all are the unsplit model. Text alone needs none.
+    """
+    whole = counting_model(name)
     ids = IDS.masked_fill(IDS == IMAGE, 3)
     ids[:, 2:6] = IMAGE  # all on rank 0
     pixels = torch.randn(16, 96, generator=torch.Generator().manual_seed(1)).double()
-    seen: dict[str, Any] = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]])}
-    types = (ids == IMAGE).int()
-    want = whole(ids, labels=ids, mm_token_type_ids=types, **seen).loss.detach()
-    positions, _ = whole.model.get_rope_index(ids, types, seen["image_grid_thw"])
+    grid, types = torch.tensor([[1, 4, 4]]), (ids == IMAGE).int()
+    pictures: dict[str, Any] = {"pixel_values": pixels, "image_grid_thw": grid}
+    want = whole(ids, labels=ids, mm_token_type_ids=types, **pictures).loss.detach()
+    text = ids.masked_fill(ids == IMAGE, 4)
+    want_text = whole(text, labels=text).loss.detach()
+    positions, _ = whole.model.get_rope_index(ids, types, grid)
+    whole.model.rope_deltas = None
+    seen = whole.model.get_image_features(pixels, grid, return_dict=True)
+    given = {"mm_encoder_outputs": {"image": seen}}
+    routes = {"pixels": pictures, "features": given, "types": {**given, "image_grid_thw": grid}}
+    if name != "Qwen3VL":  # which adds features to more layers than the first
+        routes["embeddings"] = {}
 
-    def on_rank(rank: int, group) -> torch.Tensor:
+    def on_rank(rank: int, group: Any) -> list[torch.Tensor]:
         layout = tw.contiguous(NUM_TOKENS, 2)
         cp = tw.ContextParallel(group, num_tokens=NUM_TOKENS, mask=tw.Causal(), layout=layout)
         model = hf.parallelize(copy.deepcopy(whole), cp, f"tilewise_{rank}")
-        inputs: dict[str, Any] = {**hf.shard(cp, ids, labels=ids)} | (seen if rank == 0 else {})
-        with pytest.raises(ValueError, match=r"three positions.*get_rope_index"):
-            model(**inputs)
-        return model(**inputs | {"position_ids": cp.shard(positions, 2)}).loss.detach()
+        losses = [model(**hf.shard(cp, text, labels=text)).loss.detach()]
+        for route, brought in routes.items():
+            inputs: dict[str, Any] = {**hf.shard(cp, ids, labels=ids)}
+            inputs |= brought if rank == 0 else {}
+            if route == "types":
+                inputs["mm_token_type_ids"] = cp.shard(types, 1)
+            if route == "embeddings":
+                embeds = whole.get_input_embeddings()(ids).detach()
+                embeds[ids == IMAGE] = torch.cat(list(seen.pooler_output)).detach()
+                inputs = {**inputs, "inputs_embeds": cp.shard(embeds, 1)}
+                del inputs["input_ids"]
+            three = {"position_ids": cp.shard(positions, 2)}
+            losses.append(model(**inputs | three).loss.detach())
+            for flat in (inputs, {**inputs, "position_ids": None})[: 1 + (route == "types")]:
+                with pytest.raises(ValueError, match=r"three positions.*get_rope_index"):
+                    model(**flat)
+            if route == "embeddings":
+                with pytest.raises(ValueError, match=r"three positions.*get_rope_index"):
+                    rows = copy.deepcopy(whole)
+                    split_forward(rows, group)
+                    rows(inputs_embeds=embeds)
+        return losses
 
-    assert abs(sum(tw.loopback(2, on_rank)) - want) < 1e-6
+    got = torch.stack([torch.stack(x) for x in tw.loopback(2, on_rank)]).sum(0)
+    assert (got - torch.stack([want_text, *[want] * len(routes)])).abs().max() < 1e-6

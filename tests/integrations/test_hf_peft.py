@@ -1,21 +1,23 @@
-"""PEFT's adapters on a split model: the unsplit model's loss and gradients."""
+"""PEFT's adapters on a split model: the unsplit model's loss and gradients, or a refusal."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 pytest.importorskip("peft", reason="needs peft")
 
 import peft
+from support.hf_adapters import FITTING, REFUSED, adapted
 from support.hf_models import build, case, errors, run_split, run_whole, summed
 from transformers import TrainingArguments
 
 import tilewise as tw
 from tilewise.integrations import hf
+from tilewise.integrations.hf_forward import split_forward
 
 # PEFT 0.21 reads an attribute that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -23,38 +25,65 @@ N = 3
 GIVEN = case((0, 5, 16, 22))
 
 
-def _with_lora(seed: int = 3):
-    torch.manual_seed(seed)
-    targets = ["q_proj", "v_proj", "gate_proj"]
-    config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(build("qwen3"), config)
-    with torch.no_grad():  # B starts at 0, where A has no gradient
-        for name, x in model.named_parameters():
-            if "lora_B" in name:
-                x.normal_()
-    return model
-
-
-@pytest.mark.parametrize("wrapped_first", [True, False])
-def test_lora_before_and_after_parallelize(wrapped_first: bool):
-    whole = _with_lora()
-    want = run_whole(copy.deepcopy(whole), GIVEN)
-    assert want.grads
-    assert all("lora" in name for name in want.grads)
-
+def split_by_hand(whole: Any, *, wrapped_first: bool = True):
     def on_rank(rank, group):
         cp = tw.ContextParallel(group, num_tokens=22, mask=tw.Causal())
         model = copy.deepcopy(whole)
         hf.parallelize(model if wrapped_first else model.get_base_model(), cp, f"tilewise_{rank}")
         return run_split(model, cp, GIVEN)
 
-    assert max(errors(summed(tw.loopback(N, on_rank)), want).values()) < 1e-5
+    return summed(tw.loopback(N, on_rank))
+
+
+@pytest.mark.parametrize("kind", FITTING)
+def test_adapters_run_split_as_they_do_unsplit(kind: str):
+    """Bias, embeddings, saved modules, dropout of rows and layers by number among them."""
+    whole = adapted(kind)
+    want = run_whole(copy.deepcopy(whole), GIVEN)
+    assert want.grads
+    assert max(errors(split_by_hand(whole), want).values()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_adapters_that_see_more_than_a_row_are_refused_by_name(kind: str):
+    """Where whole rows are split in the model's forward, too."""
+    whole, message = adapted(kind), REFUSED[kind]
+
+    def on_rank(rank, group):
+        cp = tw.ContextParallel(group, num_tokens=22, mask=tw.Causal())
+        with pytest.raises(ValueError, match=message):
+            hf.parallelize(copy.deepcopy(whole), cp, f"tilewise_{rank}")
+        with pytest.raises(ValueError, match=message):
+            split_forward(copy.deepcopy(whole), group)
+
+    tw.loopback(2, on_rank)
+
+
+def test_a_model_that_gets_adapters_after_it_was_split_is_tried_when_it_runs():
+    """Activated LoRA is refused then, and by hf.register, which tries no model."""
+    want = run_whole(adapted("LORA"), GIVEN)
+    assert max(errors(split_by_hand(adapted("LORA"), wrapped_first=False), want).values()) < 1e-5
+
+    def on_rank(rank, group):
+        cp = tw.ContextParallel(group, num_tokens=22, mask=tw.Causal())
+        bare = hf.parallelize(build("llama"), cp, f"tilewise_{rank}")
+        late = adapted("activated LORA", bare)
+        with pytest.raises(
+            ValueError, match=r"LORA of PEFT .*alora_invocation_tokens.* split over"
+        ):
+            run_split(late, cp, GIVEN)
+        registered = adapted("LORA")
+        registered.get_base_model().set_attn_implementation(hf.register(cp, f"by_hand_{rank}"))
+        with pytest.raises(ValueError, match=r"LlamaAttention has adapters of PEFT.*parallelize"):
+            run_split(registered, cp, GIVEN)
+
+    tw.loopback(2, on_rank)
 
 
 def test_trainer_args_take_a_model_with_lora(tmp_path):
     cp = tw.ContextParallel(num_tokens=22, mask=tw.Causal())
     args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
-    model = _with_lora()
+    model = adapted("LORA")
     assert hf.trainer_args(cp, model, args)["model"] is model
 
 

@@ -143,12 +143,6 @@ def test_padding_is_refused_on_all_ranks_also_where_one_alone_has_it():
     assert text.startswith("rank 1: attention_mask hides padding") and "ShardingCollator" in text
 
 
-def test_rows_of_different_documents_are_refused():
-    rows = torch.cat([PACKED, torch.arange(NUM_TOKENS)[None]])
-    call = lambda cp, m: m(cp.shard(IDS.expand(2, -1), 1), position_ids=cp.shard(rows, 1))  # noqa: E731
-    assert "rows 0 and 1 of the batch have different position_ids" in refusal(call, llama)
-
-
 def test_a_filled_cache_is_refused():
     def call(cp: tw.ContextParallel, model: Any) -> None:
         cache = model(**plain(cp), use_cache=True).past_key_values

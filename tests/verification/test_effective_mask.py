@@ -239,6 +239,20 @@ def test_what_cannot_be_read_is_an_error(attend, message):
         tw.effective_mask(attend, **SIZES)
 
 
+def test_a_function_without_a_backward_pass_is_read_forward_alone():
+    def refuses(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.requires_grad:
+            raise NotImplementedError("there is no backward pass on this device")
+        return Fault()(q, k, v)
+
+    def leaves_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return Fault()(*(torch.from_numpy(x.numpy()) for x in (q, k, v)))
+
+    for attend in (refuses, leaves_torch):
+        seen = tw.effective_mask(attend, **SIZES)
+        assert seen.matches(Fault().mask) and "gradients: not read" in str(seen)
+
+
 def test_bad_sizes_are_errors():
     with pytest.raises(
         ValueError, match=r"num_heads \(3\) must be a multiple of num_kv_heads \(2\)"

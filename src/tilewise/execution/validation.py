@@ -289,8 +289,8 @@ def check_bias(
     if bias.shape != shape:
         raise ValueError(
             f"bias is {bias}, but must be [num_heads, num_tokens, num_kv_tokens] of the whole "
-            f"sequence, {list(shape)}, the same on every rank and for every batch entry, or "
-            "tw.alibi(slopes)"
+            f"sequence, {list(shape)}, the same on every rank (heads or queries may be 1), or "
+            "[batch, ...] of each batch entry, or tw.alibi(slopes)"
         )
     floats = ("float32", "bfloat16", "float16", *(("float64",) if dtype == "float64" else ()))
     if bias.dtype not in floats:

@@ -19,8 +19,14 @@ from torch import Tensor, nn
 from tilewise.arguments import checks_arguments
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED
-from tilewise.integrations.hf_check import attach, base_model, check_model, registered
-from tilewise.integrations.hf_states import has_state_functions
+from tilewise.integrations.hf_check import (
+    attach,
+    base_model,
+    check_model,
+    refuse_new_adapters,
+    registered,
+)
+from tilewise.integrations.hf_states import has_state_functions, is_stateless
 from tilewise.layouts.layout import Layout, zigzag
 from tilewise.masks.base import Causal
 from tilewise.plan.ir import Plan
@@ -64,7 +70,7 @@ def parallelize(
     error = _refused(base)
     if error:
         raise ValueError(f"{type(base).__name__} cannot be split in Automodel: {error}")
-    check_model(base, loss=False)
+    check_model(model, loss=False)
     _remove_their_hooks(model)
     lengths: RecentValues[int, ContextParallel] = RecentValues(8)
     current: list[ContextParallel] = []
@@ -77,9 +83,10 @@ def parallelize(
     def install(num_tokens: int) -> ContextParallel:
         cp = lengths.get(num_tokens, lambda: of_length(num_tokens))
         if not current:
-            attach(base, cp, NAME)
+            attach(model, cp, NAME)
+            refuse_new_adapters(model, cp.group)
         elif current[0] is not cp:
-            registered(cp, NAME, proven=True)
+            registered(cp, NAME, proven=True, stateless=is_stateless(base))
         current[:] = [cp]
         return cp
 

@@ -335,10 +335,17 @@ class _SplitModel:
             candidates = [one for one in candidates if sizes.get(one, found) == found]
             sizes = {one: found for one in candidates if one in sizes}
             if not sizes:
+                why = f"the plan does not say all that {self.name} splits"
+                if len({*found}) == 1:
+                    why = (
+                        "as all ranks have as many, it is whole on each, a text say: add it to "
+                        "cp_plan, so that it is split, too (encoder_hidden_states: "
+                        "ContextParallelInput(split_dim=1, expected_dims=3)), or let the layer's "
+                        "processor hand None as _parallel_config to dispatch_attention_fn"
+                    )
                 raise ValueError(
                     f"{sequence} has {found} rows on the ranks, which no sum of at most "
-                    f"{most} of the split lengths {[*self.lengths.values()]} gives; the "
-                    f"plan does not say all that {self.name} splits"
+                    f"{most} of the split lengths {[*self.lengths.values()]} gives; {why}"
                 )
         self._candidates[sequence] = candidates
         return _by_rank(next(iter(sizes.values())))
@@ -381,9 +388,8 @@ class _SplitModel:
             )
         num_rows, num_keys = int(q.shape[1]), int(k.shape[1])
         if attends is None:
-            layout = keys = self.layout(layer, num_rows)
-            if num_keys != num_rows:
-                keys = self.layout(f"keys of {layer}", num_keys)
+            # On some ranks alone there may be as many keys as rows.
+            layout, keys = self.layout(layer, num_rows), self.layout(f"keys of {layer}", num_keys)
         else:
             layout = self.sequence(attends.queries, num_rows)
             keys = self.sequence(attends.keys, num_keys)

@@ -14,8 +14,10 @@ CuSeqlens = tuple[int, ...]
 PASS = "pass position_ids=cp.position_ids[None] or what hf.shard returns"
 
 
-def gathered_documents(cp: ContextParallel, position_ids: Tensor, batch: int) -> CuSeqlens:
-    """cu_seqlens that the whole sequence's position ids say: a document starts at each 0.
+def gathered_documents(
+    cp: ContextParallel, position_ids: Tensor, batch: int
+) -> tuple[CuSeqlens, ...]:
+    """cu_seqlens of each row of a batch, from its position ids: a document starts at each 0.
 
     Every rank calls it; a world of ranks exchanges the position ids once.
 
@@ -26,14 +28,14 @@ def gathered_documents(cp: ContextParallel, position_ids: Tensor, batch: int) ->
     """
     local = position_ids.expand(batch, -1)[:, : cp.layout.size(cp.rank)]
     whole = cp.gather(local, 1).cpu()
-    if (whole != whole[:1]).any():
-        row = int((whole != whole[:1]).any(1).nonzero()[0])
-        raise ValueError(
-            f"rows 0 and {row} of the batch have different position_ids, but one mask serves the "
-            "whole batch; put them into one row as documents, as ShardingCollator does"
-        )
-    _refuse_forgotten(cp, whole[0])
-    ids = whole[0].numpy()
+    if bool((whole == whole[:1]).all()):
+        return (_documents_of_row(cp, whole[0]),) * batch
+    return tuple(_documents_of_row(cp, row) for row in whole)
+
+
+def _documents_of_row(cp: ContextParallel, position_ids: Tensor) -> CuSeqlens:
+    _refuse_forgotten(cp, position_ids)
+    ids = position_ids.numpy()
     jumps = np.flatnonzero(np.diff(ids) != 1) + 1
     odd = jumps[ids[jumps] != 0]
     if len(odd):

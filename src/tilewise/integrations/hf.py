@@ -20,13 +20,14 @@ from tilewise.integrations.hf_check import (
     attach,
     base_model,
     check_model,
+    refuse_new_adapters,
     refused_loss,
     registered,
 )
 from tilewise.integrations.hf_labels import refuse_wrong_losses
 from tilewise.integrations.hf_plan import choose_layouts, may_choose, measured_work, work_to_plan
 from tilewise.integrations.hf_proof import is_masked
-from tilewise.integrations.hf_states import split_all_calls, state_layers
+from tilewise.integrations.hf_states import state_layers
 from tilewise.integrations.hf_trainer import arguments as trainer_arguments
 from tilewise.planning.hybrid import HybridWork
 
@@ -65,12 +66,12 @@ def parallelize(model: Model, cp: ContextParallel, name: str = "tilewise") -> Mo
         ValueError: as of check_model and register.
     """
     base = base_model(model)
-    loss_refusal = refused_loss(base)
+    loss_refusal = refused_loss(model)
     work = work_to_plan(base, cp.rank) if may_choose(cp) else None
     if work is not None:
         choose_layouts(cp, work, type(base).__name__, next(base.parameters()).device.type)
-    attach(base, cp, name)
-    split_all_calls(model, base, cp, name)
+    attach(model, cp, name)
+    refuse_new_adapters(model, cp.group)
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
         refuse_wrong_losses(called, cp, masked=is_masked(type(base)), loss_refusal=loss_refusal)
     return model
@@ -128,7 +129,7 @@ def trainer_args(
     Raises:
         ValueError: for a model or args that a split sequence cannot honour, here or by the Trainer.
     """
-    refused_loss(base_model(model))
+    refused_loss(model)
     datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     return trainer_arguments(cp, model, args, datasets)
 

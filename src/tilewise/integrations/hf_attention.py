@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from tilewise.context_parallel import ContextParallel
 from tilewise.execution.validation import MOST_SEEDS
-from tilewise.integrations.documents import checked_documents, gathered_documents
+from tilewise.integrations.documents import CuSeqlens, checked_documents, gathered_documents
+from tilewise.integrations.hf_adapters import has_adapters
 from tilewise.integrations.hf_masks import (
     PADDED,
     documents_of,
@@ -62,8 +63,9 @@ class LayerMask:
         self.cp, self.mask, self.packs, self.refused_length = cp, mask, packs, refused_length
         self.read = read or (lambda _: mask)
         self.cu_seqlens: tuple[int, ...] | None = None  # in a model whose states are split, too
-        self.settled: Mask | None = None
-        self.documents: tuple[int, ...] = ()  # once settled, except of Slices
+        self.settled: Mask | list[Mask] | None = None
+        # of each row of the batch, or of all; once settled, except of Slices
+        self.documents: tuple[CuSeqlens, ...] = ()
         self.seed: int | None = None  # of dropout, in the first layer that drops
         self.layers: dict[nn.Module, int] = {}  # those that drop, counted
 
@@ -82,8 +84,8 @@ class LayerMask:
             "through transformers' AttentionInterface, so tilewise cannot reach it"
         )
 
-    def whole(self, batch: int, given: Mapping[str, Any]) -> Mask:
-        """The mask with the batch's documents.
+    def whole(self, batch: int, given: Mapping[str, Any]) -> Mask | list[Mask]:
+        """The mask with the batch's documents, or one for each row where these differ.
 
         Args:
             given: the keywords that the layer passes on.
@@ -92,7 +94,7 @@ class LayerMask:
             return self.settled
         # It exchanges and reads numbers, which no graph can hold.
         settle: Any = torch.compiler.disable(self._settle)
-        settled: Mask = settle(batch, given)
+        settled: Mask | list[Mask] = settle(batch, given)
         self.settled = settled
         return settled
 
@@ -106,7 +108,7 @@ class LayerMask:
             self.seed = agreed_seed(self.cp.group, number)
         return (self.seed + self.layers.setdefault(module, len(self.layers))) % MOST_SEEDS
 
-    def _settle(self, batch: int, given: Mapping[str, Any]) -> Mask:
+    def _settle(self, batch: int, given: Mapping[str, Any]) -> Mask | list[Mask]:
         position_ids, cu_seqlens = given.get("position_ids"), given.get("cu_seq_lens_q")
         error = self.refused_length(position_ids)
         if error is not None:
@@ -154,37 +156,43 @@ class LayerMask:
             )
         return None
 
-    def _with_documents(self, cu_seqlens: tuple[int, ...]) -> Mask:
+    def _with_documents(self, documents: tuple[CuSeqlens, ...]) -> Mask | list[Mask]:
         wanted = documents_of(self.cp.mask)
-        if wanted not in (None, cu_seqlens):
+        other = next((x for x in documents if wanted not in (None, x)), None)
+        if other is not None:
             raise ValueError(
                 f"cp.mask has documents {Document(wanted)}, but the batch has "
-                f"{Document(cu_seqlens)}; pass position_ids that start at 0 in each document, or "
+                f"{Document(other)}; pass position_ids that start at 0 in each document, or "
                 "make cp with tw.Causal()"
             )
-        return self.settle(cu_seqlens)
+        return self.settle(*documents)
 
-    def settle(self, cu_seqlens: tuple[int, ...]) -> Mask:
-        """Take these documents of the whole sequence, and return the mask with them."""
-        mask = self.read(cu_seqlens)
-        self.documents = cu_seqlens
-        self.settled = mask if len(cu_seqlens) == 2 else mask & Document(cu_seqlens)
+    def settle(self, *documents: CuSeqlens) -> Mask | list[Mask]:
+        """Take these documents of the whole sequence, or of each row, and return the mask."""
+        self.documents = tuple(dict.fromkeys(documents)) if len(set(documents)) == 1 else documents
+        masks = [self._with_row(x) for x in self.documents]
+        self.settled = masks[0] if len(masks) == 1 else masks
         return self.settled
+
+    def _with_row(self, cu_seqlens: CuSeqlens) -> Mask:
+        mask = self.read(cu_seqlens)
+        return mask if len(cu_seqlens) == 2 else mask & Document(cu_seqlens)
 
 
 def _documents(
     layer: LayerMask, batch: int, position_ids: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[int, ...]:
+) -> tuple[CuSeqlens, ...]:
     if cu_seqlens is not None:
-        return as_ints(cu_seqlens, "cu_seqlens")
+        return (as_ints(cu_seqlens, "cu_seqlens"),)
     if position_ids is None:
-        return 0, layer.cp.layout.num_tokens
+        return ((0, layer.cp.layout.num_tokens),)
     found = gathered_documents(layer.cp, position_ids, batch)
-    if len(found) > 2:
+    most = max(map(len, found))
+    if most > 2:
         error, jumps = None, bool((position_ids.diff() != 1).any())
         if jumps and not layer.packs:
             error = (
-                f"position_ids start {len(found) - 1} documents, which transformers ignores here: "
+                f"position_ids start {most - 1} documents, which transformers ignores here: "
                 "it does in bidirectional masks, and where there is a cache or an attention_mask; "
                 "pass use_cache=False and no attention_mask, or cu_seq_lens_q"
             )
@@ -208,6 +216,7 @@ def masks_of(
     lengths: RopeLengths,
     proven: bool,
     documents_of_call: Callable[[Any], tuple[int, ...] | None] = lambda _: None,
+    stateless: bool = False,
 ) -> Callable[..., LayerMask]:
     """The mask interface: what a layer's mask function asks for, or a refusal.
 
@@ -235,7 +244,7 @@ def masks_of(
         try:
             config = given["config"]
             documents = documents_of_call(config)
-            error = refused_model(config, splits_states=documents is not None)
+            error = refused_model(config, splits_states=stateless or documents is not None)
             error = error or _unproven(config, proven)
             mask = Full() if error else read_mask(mask_function, (0, cp.layout.num_tokens))
         except ValueError as unread:
@@ -302,7 +311,7 @@ def attention_of(cp: ContextParallel, proven: bool) -> Callable[..., tuple[Tenso
 
 
 def _tempered(
-    module: Any, query: Tensor, cp: ContextParallel, cu_seqlens: tuple[int, ...]
+    module: Any, query: Tensor, cp: ContextParallel, documents: tuple[CuSeqlens, ...]
 ) -> Tensor:
     """Return Llama 4's queries, scaled by each token's place in its document.
 
@@ -311,24 +320,35 @@ def _tempered(
 
     Args:
         query: [batch, heads, rows, head_dim].
+        documents: of each row of the batch, or of all.
     """
     if len(cp.position_ids) == 0:
         return query
-    starts = torch.tensor(cu_seqlens)
-    document = torch.searchsorted(starts, cp.position_ids, right=True) - 1
-    places = cp.position_ids - starts[document]
+
+    def places(cu_seqlens: CuSeqlens) -> Tensor:
+        starts = torch.tensor(cu_seqlens)
+        document = torch.searchsorted(starts, cp.position_ids, right=True) - 1
+        return cp.position_ids - starts[document]
 
     def scales(x: Tensor) -> Tensor:
         steps = torch.floor((x.to(query.device, torch.float32) + 1.0) / module.floor_scale)
         return torch.log1p(steps) * module.attn_scale + 1.0
 
-    ratio = scales(places) / scales(torch.arange(len(places)))
-    return (query * ratio[:, None]).to(query.dtype)
+    ratio = scales(torch.stack([*map(places, documents)]))
+    ratio = ratio / scales(torch.arange(len(cp.position_ids)))
+    return (query * ratio[:, None, :, None]).to(query.dtype)
 
 
 def _unproven(found: Any, proven: bool) -> str | None:
     """Why a model is not run whose code nobody tried; found: its configuration or attention."""
-    if proven or type(found).__module__.startswith("transformers."):
+    if proven:
+        return None
+    if isinstance(found, nn.Module) and has_adapters(found):
+        return (
+            f"{type(found).__name__} has adapters of PEFT, and whether these can be split is not "
+            "known; hf.parallelize(model, cp) in place of hf.register tries them first"
+        )
+    if type(found).__module__.startswith("transformers."):
         return None
     return (
         f"{type(found).__name__} is not of transformers, and whether such a model can be split is "

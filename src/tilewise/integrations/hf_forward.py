@@ -32,12 +32,18 @@ from tilewise.arguments import Reduction
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED
 from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
-from tilewise.integrations.hf_check import base_model, refused_loss
+from tilewise.integrations.hf_check import base_model, refuse_new_adapters, refused_loss
 from tilewise.integrations.hf_labels import given_labels
 from tilewise.integrations.hf_plan import choose_layouts, may_choose, work_to_plan
 from tilewise.integrations.hf_proof import is_masked
 from tilewise.integrations.hf_rope import RopeLengths
-from tilewise.integrations.hf_states import CACHES, documents_of_call, split_call, wire
+from tilewise.integrations.hf_states import (
+    CACHES,
+    documents_of_call,
+    is_stateless,
+    split_call,
+    wire,
+)
 from tilewise.integrations.late_gather import LateGather
 from tilewise.integrations.whole_rows import PackedRows, labels_of_rows, packed
 from tilewise.layouts.layout import Layout
@@ -98,15 +104,13 @@ def split_forward(
         if getattr(base.config.get_text_config(decoder=True), "output_router_logits", False):
             name = "output_router_logits"
             raise ValueError(f"{name}=True cannot be honoured by a split model: {ADVICE[name]}")
-        split = SplitForward(base, group, strategy, reduction, refused_loss(base))
+        split = SplitForward(base, group, strategy, reduction, refused_loss(model))
         base._tilewise_rows = split
         _use_attention(base)
-        if any(hasattr(module, "get_rope_index") for module in base.modules()):
-            split.counts_images = True
-        else:
-            split.lengths.agree_in(base)
+        split.lengths.agree_in(base)
         if hasattr(base, "generate"):
             base.generate = MethodType(_generate_unsplit, base)
+    refuse_new_adapters(model, group)
     called: Any
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
         if not hasattr(called, "_tilewise_hooked"):
@@ -165,6 +169,9 @@ class _KnownLengths(RopeLengths):
         self.agreed = True
         return position if _state.call is None else _state.call.largest_position
 
+    def splits(self, config: Any) -> bool:
+        return _state.call is not None
+
 
 @dataclass
 class SplitCall:
@@ -207,10 +214,9 @@ class SplitForward:
         self.transport = transport_for(group)
         self.masked = is_masked(type(base))
         self.counts_kept = text.model_type in COUNTS_TOKENS
-        self.counts_images = False
         self.embeds_types = any("token_type_embeddings" in name for name, _ in base.named_modules())
         self.parameters = [*inspect.signature(type(base).forward).parameters][1:]
-        self.states = wire(base)
+        self.states, self.stateless = wire(base), is_stateless(base)
         self.name = type(base).__name__
         self.work = work_to_plan(base, self.transport.rank) if strategy == "auto" else None
         self.lengths = _KnownLengths(_GroupOnly(group))  # pyright: ignore[reportArgumentType]
@@ -257,7 +263,7 @@ class SplitForward:
     def _fields(self, call: SplitCall, given: dict[str, Any]) -> dict[str, str]:
         """Return facts that ranks must have in common: rows by sums that a token changes."""
         sums = []
-        for name in ("input_ids", "labels", "shift_labels"):
+        for name in ("input_ids", "labels", "shift_labels", "position_ids"):
             x = given.get(name)
             if x is not None:
                 weights = torch.arange(1, x.numel() + 1, device=x.device)
@@ -573,7 +579,8 @@ def _masks_beside(implementation: str) -> Callable[..., Any]:
             from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
             return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**given)
-        mask = masks_of(call.cp, call.split.lengths, True, documents_of_call)(**given)
+        how = True, documents_of_call, call.split.stateless
+        mask = masks_of(call.cp, call.split.lengths, *how)(**given)
         mask.settle(call.rows.cu_seqlens)
         return mask
 

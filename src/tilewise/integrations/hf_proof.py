@@ -22,6 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED, shard_inputs
+from tilewise.integrations.hf_adapters import Adapter
 from tilewise.integrations.hf_shrink import NUM_TOKENS, VOCABULARY, shrunk
 from tilewise.integrations.hf_states import without_kernels
 from tilewise.layouts.layout import contiguous, zigzag
@@ -33,11 +34,13 @@ from tilewise.verification.records import ModelRun, Record, run_model
 
 WORLD_SIZE = 3
 WHOLE, PACKED = (0, NUM_TOKENS), (0, 6, 17, NUM_TOKENS)
+TOKENS_OF_ADAPTER = 9  # from here on stand the tokens that an adapter looks for
 TOLERANCE = 1e-3  # of a gradient; the same model in another order errs by some 1e-6
 
 DECAYS = ("A_log", "recurrent_param")  # logarithms of how fast a state decays
 Attach = Callable[[Any, ContextParallel, str], None]
 ADVICE = "check_model(model, numerical=False) leaves this check out"
+DRAWS = "It draws random numbers when it runs, beside those of dropout, and each rank draws others"
 OWN_LOSS = (
     "Its rows are right: call it without labels and compute the loss from its logits, in a Trainer "
     "by compute_loss_func; check_model(model, loss=False) asks for this use alone"
@@ -47,7 +50,7 @@ LOCK = threading.RLock()  # a proof changes the default dtype and transformers' 
 
 @dataclass(frozen=True)
 class ModelUnderTest:
-    """The model that is proven: a class with a configuration.
+    """The model that is proven: a class with a configuration, and an adapter if it has one.
 
     Args:
         text: the configuration as text, by which results are kept.
@@ -55,6 +58,7 @@ class ModelUnderTest:
         loss_function: what the model was given as its loss_function; None: its class's own.
         documents: boundaries of the documents that it runs; unsplit each of several runs alone.
         attach: makes a model run over a ContextParallel, under a name of its own.
+        adapter: of PEFT, that the model runs with.
     """
 
     model_class: type
@@ -64,6 +68,17 @@ class ModelUnderTest:
     documents: tuple[int, ...]
     config: Any = field(compare=False)
     attach: Attach = field(compare=False)
+    adapter: Adapter | None = None
+
+    @property
+    def name(self) -> str:
+        """The class's name, and the adapter's."""
+        name = self.model_class.__name__
+        return name if self.adapter is None else f"{name} with {self.adapter.name}"
+
+    def made(self) -> Any:
+        """A tiny model of the class and configuration, with the adapter."""
+        return tiny_model(self.model_class, self.config, self.loss_function, self.adapter)
 
 
 def refuted(subject: ModelUnderTest) -> str | None:
@@ -74,10 +89,11 @@ def refuted(subject: ModelUnderTest) -> str | None:
 
 @lru_cache(maxsize=64)
 def _refuted(subject: ModelUnderTest) -> str | None:
-    name = subject.model_class.__name__
+    name = subject.name
     try:
-        model = tiny_model(subject.model_class, subject.config, subject.loss_function)
+        model = subject.made()
         want = _run(subject, copy.deepcopy(model), None)  # RecurrentGemma keeps states of a run
+        draws = _drew()
     except Exception as error:  # whatever a model's code raises
         why = f"({type(error).__name__}: {_first_line(error)})"
         if subject.loss:
@@ -101,7 +117,14 @@ def _refuted(subject: ModelUnderTest) -> str | None:
         found = _difference(want, got)
         if found is None:
             return None
-    return f"{name} split over ranks is not the unsplit model: {found}. {_hint(subject)}"
+    why = DRAWS if draws else _hint(subject)
+    return f"{name} split over ranks is not the unsplit model: {found}. {why}"
+
+
+def _drew() -> bool:
+    """Return whether the run that just ended drew of torch's random numbers."""
+    start = torch.Generator().manual_seed(ModelRun().seed).get_state()
+    return not torch.equal(torch.default_generator.get_state(), start)
 
 
 def _hint(subject: ModelUnderTest) -> str:
@@ -127,7 +150,9 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")[:200]
 
 
-def tiny_model(model_class: type, config: Any, loss_function: Any = None) -> Any:
+def tiny_model(
+    model_class: type, config: Any, loss_function: Any = None, adapter: Adapter | None = None
+) -> Any:
     """A small model of a class, of random weights so large that what a token sees matters."""
     config = shrunk(config)
     config._attn_implementation = "eager"
@@ -139,6 +164,8 @@ def tiny_model(model_class: type, config: Any, loss_function: Any = None) -> Any
             module.p = 0.0
     if loss_function is not None:
         model.loss_function = loss_function
+    if adapter is not None:
+        model = adapter.put_into(model).train()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(DECAYS):  # so slow that a state that is lost shows
@@ -173,7 +200,11 @@ def _run(subject: ModelUnderTest, model: Any, cp: ContextParallel | None) -> Rec
     make = torch.Generator().manual_seed(1)
     vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", VOCABULARY)
     ids = torch.randint(5, vocabulary - 1, (1, NUM_TOKENS), generator=make)
-    labels, parameters = None, inspect.signature(model.forward).parameters.values()
+    if subject.adapter is not None:
+        sought = subject.adapter.tokens()[: NUM_TOKENS - TOKENS_OF_ADAPTER]
+        ids[0, TOKENS_OF_ADAPTER : TOKENS_OF_ADAPTER + len(sought)] = ids.new_tensor(sought)
+    parameters = inspect.signature(subject.model_class.forward).parameters.values()
+    labels = None
     if subject.loss and any(x.name == "labels" or x.kind == x.VAR_KEYWORD for x in parameters):
         labels = (ids % 2).where(torch.arange(NUM_TOKENS) != 3, IGNORED)
     answers = ("start_positions", "end_positions") if subject.loss else ()

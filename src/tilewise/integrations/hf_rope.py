@@ -3,12 +3,12 @@
 "dynamic" and "longrope" of transformers take the largest position of the tokens at hand. Hooks on
 the modules that compute cosines and sines add the largest position of all ranks to these, and take
 its cosines and sines away again. Models with a get_rope_index (Qwen-VL) count three positions for
-each token of an image, from all tokens before it: images are refused where these are not given.
+each token of an image, from all tokens before it: where these are not given, their text model must
+get what its own embedding made of tokens, in which there are no images.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +19,12 @@ from tilewise.context_parallel import ContextParallel
 from tilewise.transport.agreement import agree, agree_on_largest
 from tilewise.transport.resolve import transport_for
 
-IMAGES = re.compile("pixel_values|grid_thw|features")
+FLAT_IMAGES = (
+    "the text model gets other inputs than the embeddings of input_ids, or positions that were "
+    "counted on this rank's rows; it counts three positions for each token of an image, from those "
+    "of all tokens before it: pass position_ids of its get_rope_index for the whole sequence, "
+    "sharded: cp.shard(position_ids, 2), and cu_seq_lens_q, after hf.parallelize"
+)
 
 
 def rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
@@ -34,17 +39,23 @@ class RopeLengths:
     """The lengths that RoPE of the models that run over one ContextParallel depends on.
 
     agreed says whether the ranks took one length in this forward pass.
+
+    Args:
+        name: under which the ContextParallel is registered with transformers.
     """
 
-    def __init__(self, cp: ContextParallel):
-        self.cp, self.agreed = cp, False
+    def __init__(self, cp: ContextParallel, name: str = ""):
+        self.cp, self.name, self.agreed = cp, name, False
 
-    def agree_in(self, model: nn.Module) -> None:
+    def splits(self, config: Any) -> bool:
+        """Return whether calls of the text model of a configuration are split."""
+        return config._attn_implementation == self.name
+
+    def agree_in(self, model: Any) -> None:
         """Make a model take the largest position of all ranks; refuse images without positions."""
-        if any(hasattr(module, "get_rope_index") for module in model.modules()):
-            if not hasattr(model, "_tilewise_lengths"):
-                model.register_forward_pre_hook(_refuse_flat_images, with_kwargs=True)
-            model._tilewise_lengths = self  # pyright: ignore[reportArgumentType]
+        counting = [module for module in model.modules() if hasattr(module, "get_rope_index")]
+        if counting:
+            _watch_images(model, counting, self)
         for module in model.modules():
             kinds = getattr(module, "rope_type", "")
             kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
@@ -97,17 +108,72 @@ def _regime(config: Any, length: int) -> list[int | bool]:
     ]
 
 
-def _refuse_flat_images(module: Any, _: Any, given: dict[str, Any]) -> None:
-    images = [name for name, x in given.items() if x is not None and IMAGES.search(name)]
-    ids = given.get("position_ids")
-    if images and (ids is None or ids.ndim != 3):
-        transport = transport_for(module._tilewise_lengths.cp.group)
-        error = (
-            f"{images[0]} is given, and this model counts three positions for each token of an "
-            "image, from those of all tokens before it; pass position_ids of its get_rope_index "
-            "for the whole sequence, sharded: cp.shard(position_ids, 2), and cu_seq_lens_q"
-        )
-        agree(transport, None, error)
+class _Images:
+    """What a model that counts positions of images was given, and what its text model gets.
+
+    Attributes:
+        text: the text model.
+        given: position_ids of the calls in progress of modules that count, the outermost first.
+        embedded: the last result of the embedding of tokens.
+    """
+
+    def __init__(self, text: Any, lengths: RopeLengths):
+        self.text, self.lengths = text, lengths
+        self.given: list[Any] = []
+        self.embedded: Tensor | None = None
+
+
+def _watch_images(model: Any, counting: list[nn.Module], lengths: RopeLengths) -> None:
+    """Refuse calls that bring images without their three positions.
+
+    Args:
+        counting: the modules that can count them.
+    """
+    if hasattr(model, "_tilewise_images"):
+        model._tilewise_images.lengths = lengths
+        return
+    config = model.config.get_text_config(decoder=True)
+    inner = (x for x in model.modules() if getattr(x, "config", None) is config)
+    *_, text = (model, *(x for x in inner if hasattr(x, "get_input_embeddings")))
+    images = _Images(text, lengths)
+    for module in {id(x): x for x in (model, text, *counting)}.values():
+        module._tilewise_images = images  # pyright: ignore[reportArgumentType]
+    for module in counting:
+        module.register_forward_pre_hook(_counts_begin, with_kwargs=True)
+        module.register_forward_hook(_counts_end, always_call=True)
+    text.register_forward_pre_hook(_refuse_flat_images, with_kwargs=True)
+
+
+def _counts_begin(module: Any, _: Any, given: dict[str, Any]) -> None:
+    images: _Images = module._tilewise_images
+    images.given.append(given.get("position_ids"))
+    embedding = images.text.get_input_embeddings()  # PEFT may have put another in its place
+    if "_tilewise_images" not in vars(embedding):
+        embedding._tilewise_images = images
+        embedding.register_forward_hook(_embedded)
+
+
+def _counts_end(module: Any, *_: Any) -> None:
+    images: _Images = module._tilewise_images
+    images.given.pop()
+    images.embedded = None
+
+
+def _embedded(module: Any, _: Any, result: Tensor) -> None:
+    module._tilewise_images.embedded = result
+
+
+def _refuse_flat_images(text: Any, _: Any, given: dict[str, Any]) -> None:
+    images: _Images = text._tilewise_images
+    if not images.lengths.splits(text.config):
+        return
+    ids, embeds = given.get("position_ids"), given.get("inputs_embeds")
+    first = images.given[0] if images.given else ids
+    if first is not None and first.ndim == 3:
+        return
+    foreign = embeds is not None and embeds is not images.embedded
+    if foreign or (ids is not None and ids.ndim == 3):
+        agree(transport_for(images.lengths.cp.group), None, FLAT_IMAGES)
 
 
 def _with_last(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:

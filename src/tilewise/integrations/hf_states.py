@@ -132,6 +132,12 @@ def has_state_functions(config: Any) -> bool:
     )
 
 
+def is_stateless(base: Any) -> bool:
+    """Return whether a model of a family whose layers can carry a state has no such layer."""
+    text = base.config.get_text_config(decoder=True)
+    return has_state_functions(text) and not state_layers(base)
+
+
 class StateLayers:
     """The layers of one model that carry a state.
 
@@ -512,6 +518,13 @@ def _documents(cp: ContextParallel, given: Mapping[str, Any]) -> tuple[int, ...]
     if error:
         refuse(cp, error)
     whole = LayerMask(cp, Causal(), packs=True).whole(len(tokens), given)
+    if isinstance(whole, list):
+        row = next(row for row, mask in enumerate(whole) if mask != whole[0])
+        refuse(
+            cp,
+            f"rows 0 and {row} of the batch have different documents, but layers that carry a "
+            "state take one list for all; put them into one row, as ShardingCollator does",
+        )
     return documents_of(whole) or (0, cp.layout.num_tokens)
 
 

@@ -62,7 +62,8 @@ def packed(
         tokens: [rows, columns, ...], the whole batch.
         attention_mask: [rows, columns], 0 at padding, on either side of a row.
         position_ids: [rows or 1, columns]; without an attention_mask a document starts wherever
-            they do not go on. None: the column of each token.
+            they do not go on, and beside one a row is one document, whatever they skip or repeat.
+            None: the column of each token.
         cu_seqlens: boundaries of documents of a batch of one row, in place of position_ids'.
         counts_kept: positions that are not given count a row's tokens without its padding.
     Raises:
@@ -90,15 +91,16 @@ def packed(
     else:
         positions = _checked_positions(position_ids, (rows, columns)).flatten()[kept]
         jumps = (positions.diff() != 1) & ~new_row
-        if mask is not None and cu_seqlens is None and bool(jumps.any()):
-            at = int(jumps.nonzero()[0])
+        again = jumps & (positions[1:] == 0) & (positions[:-1] != 0)
+        if mask is not None and cu_seqlens is None and bool(again.any()):
+            at = int(again.nonzero()[0])
             raise ValueError(
                 f"position_ids of row {int(row[at])} start again after column {int(column[at])}, "
                 "and there is an attention_mask, with which transformers reads no documents from "
                 "position_ids; leave attention_mask out to keep the documents apart, or leave "
                 "position_ids out to make the row one document"
             )
-        starts = new_row | jumps
+        starts = new_row if mask is not None else new_row | jumps
     if cu_seqlens is not None:
         edges = _checked_boundaries(cu_seqlens, rows, columns, len(kept))
     else:

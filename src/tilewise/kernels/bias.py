@@ -92,6 +92,21 @@ def alibi(slopes: Tensor | Sequence[float]) -> Alibi:
     return Alibi(numbers)
 
 
+def expanded(bias: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """Return a bias with all heads and queries, which share one row of it where it has size 1.
+
+    What does not fit is returned as it is: `check_bias` refuses it.
+
+    Args:
+        bias: [1 or num_heads, 1 or num_tokens, num_kv_tokens], or of each batch entry.
+        shape: (num_heads, num_tokens, num_kv_tokens).
+    """
+    *batch, heads, queries, keys = bias.shape if bias.ndim in (3, 4) else (0, 0, 0)
+    fits = heads in (1, shape[0]) and queries in (1, shape[1]) and keys == shape[2]
+    whole = bias.expand(*batch, *shape) if fits else bias
+    return whole[0] if batch == [1] else whole
+
+
 def bias_of_pairs(bias: Bias, places: BiasPlaces, dtype: torch.dtype) -> Tensor:
     """The bias of one kernel call, [query heads of the call, m, n]."""
     rows, keys, (first, stop) = places.q_positions[:, None], places.k_positions, places.heads

@@ -483,12 +483,12 @@ def _gradients(result: EffectiveMask) -> dict[str, str] | None:
     dout[tokens, :, tokens % head_dim] = 1.0 + 0.5 * torch.randn(n, num_heads, generator=generator)
     leaves = [x.clone().requires_grad_() for x in (probe.q, probe.k, v)]
     with torch.enable_grad():
-        out = probe.call(*leaves)
-        try:
+        try:  # it ran without gradients; if it fails with them, it has a forward pass alone
+            out = probe.call(*leaves)
             gradients = torch.autograd.grad(
                 out, leaves, dout.to(out), allow_unused=True, materialize_grads=True
             )
-        except RuntimeError:  # also if out has no gradient
+        except (RuntimeError, ValueError):
             return None
     weights_of_seen_keys = torch.from_numpy(of_seen_keys(result.weights.numpy()))
     scales = [result.softmax_scale if math.isnan(x) else x for x in result.scale]

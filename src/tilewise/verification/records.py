@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+)
 from torch.overrides import TorchFunctionMode
 
 from tilewise.verification.row_probe import RowProbe
@@ -153,6 +156,8 @@ def run_model(model: nn.Module, call: Callable[[], Any], job: ModelRun) -> Recor
     finally:
         for handle in handles:
             handle.remove()
+        # torch's handle leaves this entry behind, and compiled models warn of it
+        _global_forward_hooks_with_kwargs.pop(handles[0].id, None)
     record.loss = None if loss is None else float(loss.detach())
     if record.reading is not None and not isinstance(job.setting, LeafSetting):
         record.reading = _kept(record.reading)

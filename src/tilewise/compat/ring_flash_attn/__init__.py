@@ -10,9 +10,13 @@ Code that is not one's own finds them under their old name, too:
 
 import sys
 
+from tilewise.compat.ring_flash_attn import adapters as adapters
 from tilewise.compat.ring_flash_attn import functions as functions
-from tilewise.compat.ring_flash_attn import hf_adapter as hf_adapter
 from tilewise.compat.ring_flash_attn import utils as utils
+from tilewise.compat.ring_flash_attn.adapters import (
+    substitute_hf_flash_attn,
+    update_ring_flash_attn_params,
+)
 from tilewise.compat.ring_flash_attn.functions import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,
@@ -33,10 +37,6 @@ from tilewise.compat.ring_flash_attn.functions import (
     zigzag_ring_flash_attn_varlen_func,
     zigzag_ring_flash_attn_varlen_kvpacked_func,
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
-)
-from tilewise.compat.ring_flash_attn.hf_adapter import (
-    substitute_hf_flash_attn,
-    update_ring_flash_attn_params,
 )
 
 __all__ = [
@@ -64,6 +64,16 @@ __all__ = [
     "zigzag_ring_flash_attn_varlen_qkvpacked_func",
 ]
 
+FILES = (
+    "ring_flash_attn",
+    "ring_flash_attn_varlen",
+    "zigzag_ring_flash_attn",
+    "zigzag_ring_flash_attn_varlen",
+    "stripe_flash_attn",
+    "llama3_flash_attn_varlen",
+)
+"""Modules of ring-flash-attn that hold its functions."""
+
 
 def install() -> None:
     """Let `import ring_flash_attn` and its modules mean this package, in this process.
@@ -77,10 +87,10 @@ def install() -> None:
             "ring_flash_attn itself has been imported already, and modules hold its functions; "
             "call tilewise.compat.ring_flash_attn.install() first in the program"
         )
-    files = "llama3_flash_attn_varlen", name, f"{name}_varlen", f"zigzag_{name}"
-    files += f"zigzag_{name}_varlen", "stripe_flash_attn"
-    adapters = f"{name}.adapters", f"{name}.adapters.hf_adapter"
+    modules = dict.fromkeys(FILES, functions) | {"utils": utils, "triton_utils": utils}
+    for file, module in modules.items():
+        sys.modules[f"{name}.{file}"] = module
+        setattr(own, file, module)  # for `import ring_flash_attn.FILE as x`
     sys.modules[name] = own
-    sys.modules[f"{name}.utils"] = utils
-    sys.modules.update(dict.fromkeys((f"{name}.{file}" for file in files), functions))
-    sys.modules.update(dict.fromkeys(adapters, hf_adapter))
+    sys.modules[f"{name}.adapters"] = adapters
+    sys.modules[f"{name}.adapters.hf_adapter"] = adapters.hf_adapter

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import Group, transport_for
 
 Edges = tuple[int, ...]
+Function = TypeVar("Function", bound=Callable[..., Any])
 Result = Tensor | tuple[Tensor, Tensor, None]
 
 
@@ -77,6 +78,13 @@ class PackedRow(NamedTuple):
     version: int
 
 
+def outside_graphs(function: Function) -> Function:
+    """Keep a function out of compiled graphs: they cannot hold what ranks agree on in a call."""
+    uncompiled: Any = torch.compiler.disable(function)
+    return uncompiled
+
+
+@outside_graphs
 def attend(
     qkv: tuple[Tensor, Tensor, Tensor],
     split: Callable[[Tensor, int], TokenSplit],
@@ -138,6 +146,7 @@ def attend(
     return (out, lse.transpose(-1, -2), None) if options.return_attn_probs else out
 
 
+@outside_graphs
 def attend_in_a_row(
     qkv: tuple[Tensor, Tensor, Tensor],
     slices: RankSlices,

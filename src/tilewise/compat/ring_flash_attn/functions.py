@@ -47,6 +47,7 @@ from tilewise.compat.ring_flash_attn.attend import (
     attend_in_a_row,
     check_halves,
     in_parts,
+    outside_graphs,
     slices_of,
     spread_documents,
     unpacked,
@@ -146,6 +147,7 @@ def llama3_flash_attn_varlen_func(  # noqa: PLR0913 - theirs
     return attend_in_a_row((q, k, v), slices, heads_k_stride, options)
 
 
+@outside_graphs
 @checks_arguments
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int

@@ -1,13 +1,18 @@
-"""The two helpers of ring-flash-attn's utils that other libraries' own attention is built with."""
+"""The helpers of ring-flash-attn's utils that other libraries' own attention is built with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import Parameter, isfunction, signature
+from itertools import pairwise
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
+
+from tilewise.masks.base import as_ints
 
 
 class AllGatherComm:
@@ -47,3 +52,18 @@ def get_default_args(func: Callable[..., Any]) -> dict[str, Any]:
         for name, one in signature(plain).parameters.items()
     }
     return values | {"softcap": 0.0} if "softcap" in values else values
+
+
+def flatten_varlen_lse(lse: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[sequences, heads, longest] -> [heads, rows], without what pads the shorter sequences."""
+    edges = as_ints(cu_seqlens, "cu_seqlens")
+    spans = enumerate(pairwise(edges))
+    return torch.cat([lse[at, :, : end - start] for at, (start, end) in spans], 1)
+
+
+def unflatten_varlen_lse(lse: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """[rows, heads, 1] -> [sequences, heads, max_seqlen], 0 behind a sequence's end."""
+    edges = as_ints(cu_seqlens, "cu_seqlens")
+    rows = [lse[start:end, :, 0] for start, end in pairwise(edges)]
+    padded = [F.pad(x, (0, 0, 0, max_seqlen - len(x))) for x in rows]
+    return torch.stack(padded).transpose(1, 2).contiguous()
