@@ -30,7 +30,7 @@ SMALL = ["--quick", "--num-tokens", "64", "--heads", "2:2", "--head-dim", "8", "
         (["network", "--mbit", "0"], "mbit (0.0) must be finite and above 0"),
         (["network", "--hosts", "0"], "hosts (0) must be at least 1"),
         (["kernels", "--dtype", "int8"], "dtype"),
-        (["kernels", "--num-tokens", "0"], "num_tokens (0) must be at least 1"),
+        (["kernels", "--num-tokens", "0"], "--num-tokens ('0') must be a number such as"),
         (["kernels", "--repeats", "0"], "repeats (0) must be at least 1"),
         (["kernels", "--heads", "8,8"], "query:KV heads"),
         (["kernels", "--quick", "--cases", "a.toml"], "give one"),

@@ -1,6 +1,7 @@
 """tilewise simulate: what one plan takes on a machine, pass by pass."""
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, NamedTuple
 
 from rich.console import Console
@@ -81,12 +82,14 @@ NAMES = (
 )
 
 
-PARTS = {
-    "compute": "compute_seconds",
-    "copies, merges": "overhead_seconds",
-    "waiting": "exposed_seconds",
-    "idle": "idle_seconds",
-}
+PARTS = MappingProxyType(
+    {
+        "compute": "compute_seconds",
+        "copies, merges": "overhead_seconds",
+        "waiting": "exposed_seconds",
+        "idle": "idle_seconds",
+    }
+)
 
 
 def _table(simulation: Simulation) -> Table:
