@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.drawn_masks import layouts
 
 import tilewise as tw
-from tilewise.layouts.layout import Run, canonical_runs, runs_of_positions
+from tilewise.layouts.layout import Run, normal_runs, runs_of_positions
 
 RUNS = st.lists(
     st.builds(Run, st.integers(0, 30), st.integers(1, 5), st.integers(1, 4)), max_size=8
@@ -20,13 +20,13 @@ def rows_of(runs) -> list[int]:
 
 
 @given(runs=RUNS)
-def test_canonical_runs_depend_on_the_rows_alone(runs: list[Run]):
+def test_normal_runs_depend_on_the_rows_alone(runs: list[Run]):
     rows = rows_of(runs)
-    canonical = canonical_runs(runs)
+    canonical = normal_runs(runs)
     assert rows_of(canonical) == rows
     assert canonical == runs_of_positions(np.array(rows, np.int64))
-    assert canonical == canonical_runs([Run(x, 1) for x in rows])
-    assert canonical == canonical_runs(canonical)
+    assert canonical == normal_runs([Run(x, 1) for x in rows])
+    assert canonical == normal_runs(canonical)
 
 
 def test_neighbours_stay_together():

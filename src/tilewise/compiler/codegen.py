@@ -15,7 +15,7 @@ from tilewise.compiler.draft import AttendTile, Draft
 from tilewise.compiler.facts import DEFAULT_TRAITS, CallTraits, CodeTraits, Facts
 from tilewise.compiler.passes import PASSES, naive, place
 from tilewise.compiler.resolved import ResolvedPass
-from tilewise.plan.builder import gc_paused
+from tilewise.plan.builder import MOST_STEPS, gc_paused
 
 Passes = tuple[ResolvedPass, ResolvedPass]
 
@@ -51,7 +51,8 @@ def pass_facts(
     for part in passes[backward].parts:
         forward = None
         if backward and part.payload.saved:
-            forward = pass_draft(Facts(passes[0], rank, call._replace(keep=True), traits))
+            keeping = Facts(passes[0], rank, call._replace(keep=True), traits)
+            forward = pass_draft(keeping, after="keep")
         found.append(Facts(part, rank, call, traits, forward))
     return tuple(found)
 
@@ -72,8 +73,8 @@ def joined_draft(
     """
     facts = pass_facts(passes, rank, backward=backward, call=call, traits=traits)
     draft, *others = (pass_draft(part, after) for part in facts)
-    for other in others:
-        draft.append(other)
+    for number, other in enumerate(others, 1):
+        draft.append(other, number * MOST_STEPS)
     return draft
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from tilewise.compiler.code import Home
 from tilewise.compiler.head_exchange import HeadExchange
-from tilewise.compiler.ops import Op, Post, Wait
+from tilewise.compiler.ops import Message, Op, Post, Wait
 from tilewise.plan.ir import Item, Rows, Side, Tile
 from tilewise.plan.payload import STATISTICS, Field, RowFormat, row_shape
 from tilewise.tiles.calls import KernelCall
@@ -135,12 +135,16 @@ class Draft:
         self.inside.append(None)
         return View(len(self.buffers) - 1)
 
-    def append(self, other: Draft) -> None:
-        """Let another draft's operations follow, with its buffers beside those of this one."""
+    def append(self, other: Draft, first_step: int) -> None:
+        """Let another draft's operations follow, with its buffers beside those of this one.
+
+        Args:
+            first_step: the step of the first messages of the other, which every rank counts from.
+        """
         posts = [op for op in self.ops if isinstance(op, Post)]
         handle = max((op.handle for op in posts), default=-1) + 1
         arrival = max((number for op in posts for number in op.arrivals), default=-1) + 1
-        moved = _Renumbered(len(self.buffers), handle, arrival)
+        moved = _Renumbered(len(self.buffers), handle, arrival, first_step)
         self.ops += map(moved.of, other.ops)
         self.buffers += (
             x if x.within is None else x._replace(within=(x.within[0] + moved.buffer, x.within[1]))
@@ -256,11 +260,14 @@ class Draft:
 
 
 class _Renumbered(NamedTuple):
-    """The first numbers of buffers, handles and arrivals of a draft that is appended to another."""
+    """The first numbers of buffers, handles, arrivals and steps of a draft that is appended to
+    another.
+    """
 
     buffer: int
     handle: int
     arrival: int
+    step: int
 
     def of(self, x: Any) -> Any:
         """A value with all numbers in it moved on."""
@@ -269,6 +276,8 @@ class _Renumbered(NamedTuple):
         if isinstance(x, Post | Wait):
             arrivals = tuple(number + self.arrival for number in x.arrivals)
             return self._all(x)._replace(handle=x.handle + self.handle, arrivals=arrivals)
+        if isinstance(x, Message):
+            return x._replace(step=x.step + self.step)
         if isinstance(x, tuple) and not isinstance(x, KernelCall | Item):
             return self._all(x)
         return x

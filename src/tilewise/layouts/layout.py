@@ -1,6 +1,6 @@
 """The layout: which tokens a rank owns. Strategies never see it; a tile meets it in tiles/cover.
 
-Its rows are runs, arithmetic progressions; `canonical_runs` is the one way to write a sequence of
+Its rows are runs, arithmetic progressions; `normal_runs` is the one way to write a sequence of
 positions so.
 """
 
@@ -48,7 +48,7 @@ class _Gaps(NamedTuple):
     repeats: int
 
 
-def canonical_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
+def normal_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
     """Return the runs that depend on the positions alone, not on how they were written.
 
     Positions that follow one another are one run, then three or more at an equal distance; what is
@@ -56,15 +56,15 @@ def canonical_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
     """
     if not runs:
         return ()
-    if _are_canonical(runs):
+    if _are_normal(runs):
         return tuple(runs)
     return tuple(_runs(runs[0].start, _joined(_gaps_of_runs(runs))))
 
 
-def _are_canonical(runs: Sequence[Run]) -> bool:
+def _are_normal(runs: Sequence[Run]) -> bool:
     """True of runs of neighbours, several in each, none of which goes on where the last one ended.
 
-    Other runs may be canonical, too.
+    Other runs may be so, too.
     """
     end = runs[0].start - 1
     for start, count, stride in runs:
@@ -75,7 +75,7 @@ def _are_canonical(runs: Sequence[Run]) -> bool:
 
 
 def runs_of_positions(positions: NDArray[np.int64]) -> tuple[Run, ...]:
-    """Return the canonical runs of positions in any order.
+    """Return the normal runs of positions in any order.
 
     Args:
         positions: int64 [num_rows].
@@ -359,7 +359,7 @@ class Layout(OpaqueValue):
 
     @cached_property
     def _key(self) -> tuple[int, tuple[tuple[Run, ...], ...]]:
-        return self.num_tokens, tuple(map(canonical_runs, self.runs))
+        return self.num_tokens, tuple(map(normal_runs, self.runs))
 
     @cached_property
     def _hash(self) -> int:

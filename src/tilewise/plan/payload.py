@@ -115,11 +115,6 @@ class Payload(NamedTuple):
             for name, width in self.results(side)
         )
 
-    @property
-    def partial_dtype(self) -> str:
-        """The dtype that partials have in memory."""
-        return accumulator(self.dtype)
-
     def results(self, side: Side) -> tuple[tuple[str, int], ...]:
         """Name and width of the tensors that a side's complete partials become."""
         if self.only not in (None, side):

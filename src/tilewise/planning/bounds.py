@@ -5,24 +5,33 @@ sends later leaves after the tiles before. So for any tiles u < k
 
     seconds >= arrivals that tiles up to u read + tiles u .. k - 1 + departures after tile k - 1
 
+with the copies and merges that cannot be spared among the tiles: of what leaves, and of results.
+
 Under a split by heads these are the steps of the inner plan, between teams: the ranks that trade
 their shards for heads. What is traded arrives before a team's own shards are read.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from tilewise.arguments import item_bytes
+from tilewise.compiler.facts import DEFAULT_TRAITS
 from tilewise.layouts.cells import Cell
 from tilewise.masks.tables import PerHead
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Transfer
 from tilewise.plan.kept import kept_with_plan
+from tilewise.plan.payload import STATISTICS, accumulator
 from tilewise.plan.row_ranges import count
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel, Reach
 from tilewise.simulation.prices import PassPrices
 from tilewise.simulation.simulator import MOST_APART
+from tilewise.tiles.call_rows import TileCalls
+from tilewise.tiles.calls import Kind
 
 Array = np.ndarray
 
@@ -104,7 +113,11 @@ def steps_bound(model: PassModel, option: Option) -> float:
     if plan.cuts is None:
         resolved = resolved._replace(layouts=(layout, layout))
     cells, reach = model.cells(degree, resolved) if unlike else (None, {})
-    tiles = _TileBounds(PassPrices(resolved, model.machine), cells, bool(model.alike))
+    table = None
+    if model.sampled and not unlike:  # trials run whole shards
+        cut = DEFAULT_TRAITS.cut
+        table = TileCalls(resolved.layouts, resolved.mask, resolved.groups, cut)
+    tiles = _TileBounds(PassPrices(resolved, model.machine), table, cells, bool(model.alike))
     walk = _StepWalk(model, degree, tiles, reach)
     teams = _some_teams(model, degree, inner.world_size)
     slowest = max(walk.seconds(team, _rank_steps(inner, team)) for team in teams)
@@ -137,31 +150,133 @@ def _some_teams(model: PassModel, degree: int, num_teams: int) -> list[int]:
     ]
 
 
+class _Call(NamedTuple):
+    """What a kernel call of a tile computes at least.
+
+    Attributes:
+        area: pairs, those at the edge of the mask that a kernel computes in vain among them.
+        rows: by side, those that have results.
+    """
+
+    queries: int
+    area: float
+    rows: tuple[int, int]
+
+
 class _TileBounds:
-    """Lower bounds of the seconds of tiles: each as one kernel call, with nothing copied.
+    """Lower bounds of the seconds of tiles, whose rows are read in place, and of what merges and
+    packs partial results.
 
     Args:
         prices: of the inner plan's pass.
+        table: the calls of tiles of which all rows are here; None: a tile is one call.
         cells: areas by (query shard, KV shard); None: all alike, but for the diagonal.
         halved: with cells None: whether a shard pair has half its cells, as zigzag under a causal
             mask has; a shard with itself has half a cell a row more.
     """
 
     def __init__(
-        self, prices: PassPrices, cells: Mapping[tuple[int, int], Cell] | None, halved: bool
+        self,
+        prices: PassPrices,
+        table: TileCalls | None,
+        cells: Mapping[tuple[int, int], Cell] | None,
+        halved: bool,
     ):
-        self._prices, self._cells, self._halved = prices, cells, halved
+        self._prices, self._table, self._cells, self._halved = prices, table, cells, halved
         self.payload, self.layouts = prices.resolved.payload, prices.resolved.layouts
         self._query_sizes = self.layouts[0].sizes
+        self._result_bytes = tuple(self._bytes_of_results(side) for side in Side)
+        self._known: dict[Any, list[_Call]] = {}
 
-    def seconds(self, tile: Tile) -> float:
-        """Return the least seconds of a tile: a launch, and its FLOP at the speed of one call."""
-        area = self._area(tile)
-        if not area:
-            return 0.0
-        area += int(self._prices.kernel.edge_keys * self._edge_rows(tile))
-        queries = sum(self._query_sizes[shard] for shard in tile.q)
-        return self._prices.kernel_seconds(queries, area)
+    def _bytes_of_results(self, side: Side) -> tuple[int, int]:
+        """Bytes of a row of results, as a kernel makes them and as partials hold them."""
+        payload = self.payload
+        numbers = [(name in STATISTICS, width) for name, width in payload.results(side)]
+        held = item_bytes(accumulator(payload.dtype))
+        made = sum(width * (held if kept else item_bytes(payload.dtype)) for kept, width in numbers)
+        heads = payload.heads(side)
+        return heads * made, heads * held * sum(width for _, width in numbers)
+
+    def seconds(self, tile: Tile, begun: set[Item]) -> float:
+        """Return the least seconds of a tile's kernels and of adding its results to its partials.
+
+        Args:
+            begun: partials that have results of earlier tiles; this tile's are added.
+        """
+        moved, seconds = 0, 0.0
+        both = [
+            [Item(side, Role.PARTIAL, shard) for shard in shards]
+            for side, shards in zip(Side, tile[:2], strict=True)
+        ]
+        added = [begun.issuperset(items) for items in both]
+        calls = self._calls(tile)
+        for call in calls:
+            seconds += self._prices.kernel_seconds(call.queries, call.area)
+            for rows, adds, (made, held) in zip(call.rows, added, self._result_bytes, strict=True):
+                if held and (adds or made != held):
+                    moved += rows * (made + (2 if adds else 1) * held)
+        if calls:
+            begun.update(*both)
+        if self.payload.whole_rows:  # nothing is added
+            return seconds
+        return seconds + self._prices.merge_seconds(moved)
+
+    def _calls(self, tile: Tile) -> list[_Call]:
+        """The calls of a tile, at least: those of the table, or one of the rows that it reaches."""
+        edge_keys = self._prices.kernel.edge_keys
+        if self._table is None:
+            area = self._area(tile)
+            queries = sum(self._query_sizes[shard] for shard in tile.q)
+            area += int(edge_keys * self._edge_rows(tile))
+            return [_Call(queries, area, self._result_rows(tile))] if area else []
+        # Zigzag shards under a causal mask meet by their order alone.
+        order = {shard: at for at, shard in enumerate(sorted({*tile.q, *tile.kv}))}
+        key: Any = tuple(tuple(map(order.__getitem__, shards)) for shards in tile[:2])
+        if key not in self._known:
+            held = tuple(
+                tuple(((0, layout.sizes[shard]),) for shard in shards)
+                for layout, shards in zip(self.layouts, tile[:2], strict=True)
+            )
+            calls = (parts.call for parts in self._table.calls(tile, (held[0], held[1])))
+            self._known[key] = [
+                _Call(
+                    x.num_q,
+                    x.area + (0 if x.kind is Kind.FULL else int(edge_keys * x.num_q)),
+                    (x.num_q, x.num_k),
+                )
+                for x in calls
+            ]
+        return self._known[key]
+
+    def _result_rows(self, tile: Tile) -> tuple[int, int]:
+        """Rows of each side of which a tile has results, at least."""
+        if self._cells is not None:
+            return self._cell_rows(tile)
+        (q, kv), sizes = tile[:2], (self._query_sizes[0], self.layouts[1].sizes[0])
+        if not self._halved:
+            return len(q) * sizes[0], len(kv) * sizes[1]
+        # Of zigzag shards q < kv the second half of q sees all of kv, of q > kv all the first half.
+        half_q, half_kv = sum(x < min(kv) for x in q), sum(x > max(q) for x in kv)
+        return (2 * len(q) - half_q) * sizes[0] // 2, (2 * len(kv) - half_kv) * sizes[1] // 2
+
+    def _cell_rows(self, tile: Tile) -> tuple[int, int]:
+        """Of each shard the most rows that it has in the cell of one of the other side."""
+        most: tuple[dict[int, int], dict[int, int]] = {}, {}
+        for pair in product(tile.q, tile.kv):
+            cell = self._cells.get(pair) if self._cells else None
+            if cell is not None:
+                for side, rows in zip(Side, (cell.q_rows, cell.k_rows), strict=True):
+                    size = count(rows, self.layouts[side].sizes[pair[side]])
+                    most[side][pair[side]] = max(size, most[side].get(pair[side], 0))
+        return sum(most[0].values()), sum(most[1].values())
+
+    def pack_seconds(self, num_bytes: float) -> float:
+        """Return the least seconds of copying what travels."""
+        return self._prices.copy_seconds(2 * num_bytes)
+
+    def merge_seconds(self, num_bytes: float) -> float:
+        """Return the least seconds of adding partials of so many bytes that have arrived."""
+        return 0.0 if self.payload.whole_rows else self._prices.merge_seconds(3 * num_bytes)
 
     def _area(self, tile: Tile) -> int:
         """Allowed pairs of a tile."""
@@ -226,11 +341,15 @@ class _StepWalk:
 
     def seconds(self, team: int, steps: tuple[RankStep, ...]) -> float:
         """Return the bound of one rank of a team, and add what crosses its node's border."""
-        tile_seconds = np.array([self._tiles.seconds(x) for step in steps for x in step.tiles])
-        arriving_bytes = np.zeros((len(tile_seconds), 3))
-        leaving_bytes = np.zeros((len(tile_seconds) + 1, 3))
+        tiles, work = self._tiles, list[float]()  # seconds of one piece of work after the other
+        arriving, leaving = list[Array](), [np.zeros(3)]  # bytes before each piece, and after it
         node = team * self._degree // self._model.machine.node_size
         crosses = self._nested and self._model.world_size > self._model.machine.node_size
+
+        def do(seconds: float) -> None:
+            work.append(seconds)
+            arriving.append(np.zeros(3))
+            leaving.append(np.zeros(3))
 
         def add(row: Array, num_bytes: float, shares: Shares, sent: bool) -> None:
             for column, share in shares:
@@ -247,30 +366,35 @@ class _StepWalk:
 
         team_items = [Item(side, Role.OPERAND, team) for side in Side] if self._degree > 1 else []
         bytes_on_the_way = {item: (self._own_bytes(item), self._traded) for item in team_items}
-        num_tiles = 0
+        begun: set[Item] = set()
+        unmerged: dict[Item, float] = {}  # seconds of adding what has arrived to partials
+        do(tiles.pack_seconds(sum(map(self._own_bytes, team_items))))
         for step in steps:
+            partials = [x.item for x in step.sends if x.item.role is Role.PARTIAL]
+            merging = sum(unmerged.pop(item, 0.0) for item in partials)
+            do(merging + tiles.pack_seconds(sum(map(num_bytes, partials))))
             for transfer in step.sends:
                 if not self._reach or transfer.item.role is Role.PARTIAL:
-                    add(
-                        leaving_bytes[num_tiles],
-                        num_bytes(transfer.item),
-                        self._link(transfer),
-                        True,
-                    )
+                    add(leaving[-1], num_bytes(transfer.item), self._link(transfer), True)
             for tile in step.tiles:
+                do(tiles.seconds(tile, begun))
                 for side, shards in zip(Side, tile[:2], strict=True):
                     for shard in shards:
                         arrival = bytes_on_the_way.pop(Item(side, Role.OPERAND, shard), None)
                         if arrival:
-                            add(arriving_bytes[num_tiles], *arrival, False)
-                num_tiles += 1
+                            add(arriving[-1], *arrival, False)
             for transfer in step.recvs:
-                if transfer.item.role is Role.OPERAND:
-                    bytes_on_the_way[transfer.item] = num_bytes(transfer.item), self._link(transfer)
-        for item in team_items:  # its partial goes back to the heads' own ranks
-            partial = item._replace(role=Role.PARTIAL)
-            add(leaving_bytes[num_tiles], self._own_bytes(partial), self._traded, True)
-        return self._in_order(tile_seconds, arriving_bytes, leaving_bytes)
+                item = transfer.item
+                if item.role is Role.OPERAND:
+                    bytes_on_the_way[item] = num_bytes(item), self._link(transfer)
+                elif item in begun and not self._reach:
+                    merging = tiles.merge_seconds(num_bytes(item))
+                    unmerged[item] = unmerged.get(item, 0.0) + merging
+        own_partials = [item._replace(role=Role.PARTIAL) for item in team_items]
+        do(sum(unmerged.values()) + tiles.pack_seconds(sum(map(self._own_bytes, own_partials))))
+        for item in own_partials:  # they go back to the heads' own ranks
+            add(leaving[-1], self._own_bytes(item), self._traded, True)
+        return self._in_order(np.array(work), np.stack(arriving), np.stack(leaving))
 
     def _own_bytes(self, item: Item) -> float:
         """Bytes of an item of the team's own shard, without rows that the mask leaves out."""
@@ -294,9 +418,9 @@ class _StepWalk:
         same_node = transfer.src * degree // size == transfer.dst * degree // size
         return ((INSIDE if same_node else BETWEEN, 1.0),)
 
-    def _in_order(self, tile_seconds: Array, arriving_bytes: Array, leaving_bytes: Array) -> float:
+    def _in_order(self, seconds: Array, arriving_bytes: Array, leaving_bytes: Array) -> float:
         """The bound of the module's text."""
-        start_seconds = np.concatenate([[0.0], np.cumsum(tile_seconds)])
+        start_seconds = np.concatenate([[0.0], np.cumsum(seconds)])
         arrival_seconds = self._link_seconds(np.cumsum(arriving_bytes, axis=0))
         largest_delay = np.maximum.accumulate(
             np.concatenate([[0.0], arrival_seconds - start_seconds[:-1]])

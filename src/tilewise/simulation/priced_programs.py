@@ -97,8 +97,16 @@ class _Writer:
     def priced(self, draft: Draft) -> list[_Operation]:
         """The operations of a draft with their prices."""
         found: list[_Operation] = []
+        sizes: dict[View, int] = {}
+
+        def num_bytes(view: View) -> int:
+            size = sizes.get(view)
+            if size is None:
+                size = sizes[view] = draft.num_bytes(view)
+            return size
+
         for op in draft.ops:
-            kernel, memory, posting, traffic = self._prices.price(op, draft)
+            kernel, memory, posting, traffic = self._prices.price(op, draft, num_bytes)
             kind, lane = type(op).__name__, "copy"
             if isinstance(op, Wait):
                 lane = "wait"
@@ -109,8 +117,8 @@ class _Writer:
             operation = RankOperation(kernel, own, (), (), (), *named)
             if isinstance(op, Post):
                 rooms = zip(op.arrivals, op.recvs, op.arriving, strict=True)
-                arriving = ((n, x if draft.num_bytes(room) else None) for n, x, room in rooms)
-                found.append(_Operation(operation, _sent(op, draft), tuple(arriving)))
+                arriving = ((n, x if num_bytes(room) else None) for n, x, room in rooms)
+                found.append(_Operation(operation, _sent(op, num_bytes), tuple(arriving)))
             elif isinstance(op, Wait):
                 found.append(_Operation(operation, (), (), op.arrivals))
             else:
@@ -193,17 +201,17 @@ class _Writer:
             )
 
 
-def _sent(post: Post[View], draft: Draft) -> tuple[_Sent, ...]:
+def _sent(post: Post[View], num_bytes: Callable[[View], int]) -> tuple[_Sent, ...]:
     """The messages of a launch, in the order of their first items; none that are empty."""
     found: dict[tuple[int, tuple[Side, Role]], _Sent] = {}
     for message, view in zip(post.sends, post.leaving, strict=True):
         item = message.item
         assert isinstance(item, Item)
-        key, num_bytes = (message.peer, item[:2]), draft.num_bytes(view)
+        key, size = (message.peer, item[:2]), num_bytes(view)
         before = found.get(key)
         if before is None:
-            found[key] = _Sent(*key, num_bytes, 1, item, message.step)
+            found[key] = _Sent(*key, size, 1, item, message.step)
         else:
-            total, items = before.num_bytes + num_bytes, before.num_items + 1
+            total, items = before.num_bytes + size, before.num_items + 1
             found[key] = before._replace(num_bytes=total, num_items=items)
     return tuple(message for message in found.values() if message.num_bytes)

@@ -6,6 +6,7 @@ operation on memory the bytes that it reads and writes over the memory's bandwid
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from tilewise.compiler.ops import (
     Merge,
     Post,
     Pull,
+    Wait,
 )
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.compiler.traffic import traffic_bytes
@@ -45,6 +47,9 @@ class OpPrice(NamedTuple):
     memory: float = 0.0
     posting: float = 0.0
     traffic_bytes: int = 0
+
+
+_FREE = OpPrice()
 
 
 @dataclass(frozen=True)
@@ -77,14 +82,19 @@ class PassPrices:
             self._known[key] = seconds
         return seconds
 
-    def price(self, op: DraftOp, draft: Draft) -> OpPrice:
+    def price(self, op: DraftOp, draft: Draft, num_bytes: Callable[[View], int]) -> OpPrice:
         """The price of an operation of a draft.
 
         A rank's own time around a pass is the machine's call_seconds: see Machine.
+
+        Args:
+            num_bytes: draft.num_bytes, or what remembers it.
         """
         match op:
+            case Wait():
+                return _FREE
             case Attend():
-                return self._attend(op, draft)
+                return self._attend(op, draft, num_bytes)
             case Post():
                 messages = len(op.sends) + len(op.recvs)
                 return OpPrice(posting=self.machine.message_seconds * messages)
@@ -94,27 +104,29 @@ class PassPrices:
                 return OpPrice(self._latent_seconds(draft.num_rows(op.dlatents), 2))
             case ComputeDelta():
                 views = op.out, op.dout, op.product, op.product, op.delta
-                return OpPrice(memory=self._copy_seconds(sum(map(draft.num_bytes, views))))
-        traffic = traffic_bytes(op, draft.num_bytes)  # pyright: ignore
+                return OpPrice(memory=self.copy_seconds(sum(map(num_bytes, views))))
+        traffic = traffic_bytes(op, num_bytes)  # pyright: ignore
         match op:
             case Merge():
-                seconds = self.machine.merge_seconds + self._merge_seconds(traffic)
+                seconds = self.machine.merge_seconds + self.merge_seconds(traffic)
             case Encode(_, view) | Decode(_, _, view):
-                seconds = self._copy_seconds(2 * PASSES_OF_ENCODING * draft.num_bytes(view))
+                seconds = self.copy_seconds(2 * PASSES_OF_ENCODING * num_bytes(view))
             case _:
-                seconds = self._copy_seconds(traffic)
+                seconds = self.copy_seconds(traffic)
         return OpPrice(0.0, seconds, 0.0, traffic)
 
-    def _attend(self, op: Attend[View], draft: Draft) -> OpPrice:
+    def _attend(
+        self, op: Attend[View], draft: Draft, num_bytes: Callable[[View], int]
+    ) -> OpPrice:
         """A kernel call; and what it adds in place, or converts to the dtype of partials."""
         call = op.call
         area = call.area * self._allowed_share
         area += 0 if call.kind is Kind.FULL else int(self.kernel.edge_keys * call.num_q)
         heads = draft.num_heads(op.operands[0])
         kernel = self.kernel_seconds(call.num_q, area, heads) if area else 0.0
-        traffic = traffic_bytes(op, draft.num_bytes)
+        traffic = traffic_bytes(op, num_bytes)
         moved = traffic - sum(op.made_bytes)
-        memory = len(op.added) * self.machine.merge_seconds + self._merge_seconds(moved)
+        memory = len(op.added) * self.machine.merge_seconds + self.merge_seconds(moved)
         return OpPrice(kernel, memory, 0.0, traffic)
 
     @cached_property
@@ -133,12 +145,12 @@ class PassPrices:
         assert latent is not None
         return products * rows * latent.flop / self.kernel.speed(rows, rows)
 
-    def _copy_seconds(self, traffic: float) -> float:
+    def copy_seconds(self, traffic: float) -> float:
         """Seconds of copies: each number is read and written."""
         bandwidth = self.machine.pack_bandwidth
         return traffic / (2 * bandwidth) if bandwidth else 0.0
 
-    def _merge_seconds(self, traffic: float) -> float:
+    def merge_seconds(self, traffic: float) -> float:
         """Seconds of merges: of each number two are read and one is written."""
         bandwidth = self.machine.merge_bandwidth
         return traffic / (3 * bandwidth) if bandwidth else 0.0

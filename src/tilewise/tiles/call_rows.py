@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from math import gcd
 from types import MappingProxyType
-from typing import Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from tilewise.tiles.cover import tile_calls
 Numbers = TypeVar("Numbers")
 Held: TypeAlias = tuple[tuple[Rows, ...], tuple[Rows, ...]]
 MAX_PIECES = 8  # a part in more pieces is gathered by index
+LONG = 512  # rows of a unit in which tiles are counted: more cells than the cover spares for a call
 MAX_CALLS = 16  # that a kernel for whole tiles is asked to make of one
 
 
@@ -138,6 +140,8 @@ class TileCalls(NamedTuple):
 
 Blocks: TypeAlias = tuple[tuple[tuple[Layout, int, Rows], ...], ...]
 """For each side the shards that a tile reads, and the rows of them that are held."""
+RangedBlocks: TypeAlias = tuple[tuple[tuple[Ranges, Rows, int], ...], ...]
+"""For each side the positions, rows and sizes of shards."""
 Placed: TypeAlias = tuple[
     tuple[KernelCall, tuple[RowSelection[np.ndarray], ...], tuple[RowSelection[np.ndarray], ...]],
     ...,
@@ -170,7 +174,7 @@ def _calls(blocks: Blocks, mask: Mask, cut: CallStyle) -> Placed:
     if mask in (Full(), Causal()) and len(ranges_found) == len(spans):
         closed_up_ranges = iter(_closed_up(ranges_found))
         sides = ([(next(closed_up_ranges), x[2], x[0].size(x[1])) for x in side] for side in blocks)
-        return _shared(tuple(map(tuple, sides)), mask, cut)
+        return _long(tuple(map(tuple, sides)), mask, cut)
     return _made([[_Block.of(*block) for block in side] for side in blocks], mask, cut)
 
 
@@ -195,10 +199,59 @@ def _closed_up(parts: Sequence[Ranges]) -> list[Ranges]:
     return [tuple([moved[span] for span in part]) for part in parts]
 
 
+class _Uneven(Exception):
+    """Rows cannot be counted in units."""
+
+
+def _resized(x: Any, unit: int, size: int) -> Any:
+    """Rows in calls, selections and ranges, with so many in place of every unit's.
+
+    Raises:
+        _Uneven: if something begins or ends inside a unit.
+    """
+    match x:
+        case None | Kind():
+            return x
+        case int() if x % unit == 0:
+            return x // unit * size
+        case slice(step=None | 1):
+            return slice(_resized(x.start, unit, size), _resized(x.stop, unit, size), x.step)
+        case RowSelection(shard):
+            return RowSelection(shard, *(_resized(index, unit, size) for index in x[1:]))
+        case KernelCall(q, k, kind, ()):
+            return KernelCall(_resized(q, unit, size), _resized(k, unit, size), kind)
+        case tuple():
+            return tuple([_resized(part, unit, size) for part in x])
+        case _:
+            raise _Uneven
+
+
+def _numbers(x: Any) -> Iterator[int]:
+    """Yield the numbers in nested tuples."""
+    if isinstance(x, int):
+        yield x
+        return
+    for part in x:
+        yield from _numbers(part)
+
+
+@lru_cache(maxsize=1024)
+def _long(ranged: RangedBlocks, mask: Mask, cut: CallStyle) -> Placed:
+    """The calls of a tile, found on one that has LONG rows in each of its units of more.
+
+    How a tile is cut does not depend on how long such units are.
+    """
+    unit = gcd(*_numbers(ranged))
+    if unit > LONG:
+        try:
+            return _resized(_shared(_resized(ranged, unit, LONG), mask, cut), LONG, unit)
+        except _Uneven:
+            pass
+    return _shared(ranged, mask, cut)
+
+
 @lru_cache(maxsize=256)
-def _shared(
-    ranged: tuple[tuple[tuple[Ranges, Rows, int], ...], ...], mask: Mask, cut: CallStyle
-) -> Placed:
+def _shared(ranged: RangedBlocks, mask: Mask, cut: CallStyle) -> Placed:
     sides = [
         [
             _Block(row_index(positions), row_index(local_rows), num_rows)

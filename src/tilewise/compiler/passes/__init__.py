@@ -25,11 +25,11 @@ PASSES: MappingProxyType[str, Callable[[Draft, Facts], None]] = MappingProxyType
         "exchanges": exchanges,
         "side_by_side": side_by_side,
         "in_place": in_place,
+        "keep": keep,
         "tiles": tiles,
         "latents": latents,
         "adopt": adopt,
         "wires": wires,
-        "keep": keep,
     }
 )
 """Between `naive` and `place`, in order."""
