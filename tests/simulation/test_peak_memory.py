@@ -220,8 +220,8 @@ def test_large_shards_are_counted_in_small(plan, mask, monkeypatch):
 
 
 @pytest.mark.parametrize("n", [8, 16])
-def test_all_kernels_copy_the_same(n):
-    """However they want a tile cut."""
+def test_all_kernels_need_about_the_same(n):
+    """However they want a tile cut: results that are put aside are as large as a call."""
     layout = tw.zigzag(1024 * n, n)
     work = tw.Workload(layout.num_tokens, 8, 4, 64, mask=tw.Causal(), layout=layout)
     for plan in (tw.attention2d(2, n // 2), tw.mesh(n, q_tile=4), tw.mesh(n, n // 2, "gather")):
@@ -232,7 +232,7 @@ def test_all_kernels_copy_the_same(n):
                 of_rank(passes, rank, backward=True, traits=DEFAULT_TRAITS._replace(cut=cut))
                 for cut in cuts
             }
-            assert len(told) == 1, (plan, rank)
+            assert max(told) <= 1.02 * min(told), (plan, rank)
 
 
 @pytest.mark.parametrize("n", [8, pytest.param(32, marks=pytest.mark.slow)])

@@ -37,6 +37,7 @@ def place(draft: Draft, facts: Facts) -> Code:
     if facts.forward is not None:
         writer.name_saved()
     ops = tuple(map(writer.op, draft.ops))
+    writer.name_given()
     tensors, buffers = tuple(writer.tensors), tuple(writer.buffers)
     departs = Departures(facts.traits.sends_in_flight, not facts.traits.receives_ahead)
     offsets, num_bytes = placed(tensors, buffers, ops, departs)
@@ -74,6 +75,13 @@ class _Writer:
         for number, buffer in enumerate(self._draft.buffers):
             if buffer.home is Home.SAVED:
                 self.buffer_of(number)
+
+    def name_given(self) -> None:
+        """Name the call's tensors that nothing reads, too: they take memory all the same."""
+        for number, buffer in enumerate(self._draft.buffers):
+            for field in buffer.fields if buffer.home is Home.GIVEN else ():
+                if field.name != "delta":
+                    self._field(number, field)
 
     def op(self, op: Op[View] | AttendTile) -> Op[Refs]:
         """An operation on tensors."""
