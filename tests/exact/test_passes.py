@@ -52,7 +52,7 @@ def test_volume_and_simulation_are_of_codes_that_merge_nothing(plan: Plan, save:
     assert [*simulation.pass_peak_bytes] == peaks or work.save == "gathered"
     for rank in range(plan.world_size):
         spans = [span for span in simulation.backward.rank_spans(rank) if span.lane != "call"]
-        assert len(spans) == len(plan.code(work, rank, True).lines)
+        assert len(spans) == len(plan.code(work, rank, True).ops)
 
 
 def test_bytes_are_those_of_gathering_keys_twice_and_queries_once():

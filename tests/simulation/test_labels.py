@@ -14,8 +14,6 @@ from support.described import MACHINES, workload
 from support.thinned import thinned
 
 import tilewise as tw
-from tilewise.compiler.lowering import lower
-from tilewise.compiler.program import operations
 from tilewise.plan.ir import Plan
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import Simulation
@@ -41,11 +39,8 @@ MASKS = {
 
 
 def labels(plan: Plan, work: tw.Workload, backward: bool, rank: int) -> list[str]:
-    """Of the operations of a rank's own pruned program."""
-    resolved = work.resolve(plan)[backward]
-    program = lower(resolved.pruned, rank, carries=resolved.payload.carries)
-    alone = plan.num_head_groups > 1
-    return list(map(str, operations(program, resolved.payload, packs_alone=alone)))
+    """Of the operations of a rank's own code."""
+    return list(plan.code(work, rank, backward).labels)
 
 
 def named(timeline: Timeline) -> dict[int, list[str]]:
@@ -101,13 +96,12 @@ def test_relabelled_programs_take_the_time_of_every_ranks_own(plan: Plan, dtype:
     work = workload(24, mask=tw.Causal(), dtype=dtype)
     fast = check(plan, work, BUSY)
     slow = tw.simulate(plan, work, BUSY, exact=True)
-    assert any(fast.symmetries[0].template(rank) != rank for rank in range(24))
     assert any("[" in span.name for span in fast.forward.spans)
     for mine, theirs in ((fast.forward, slow.forward), (fast.backward, slow.backward)):
         for rank in (0, 5, 23):
             for a, b in zip(mine.rank_spans(rank), theirs.rank_spans(rank), strict=True):
-                assert a[:3] == b[:3]
-                assert a[3:] == pytest.approx(b[3:], rel=1e-7, abs=1e-9 * mine.seconds)
+                assert (*a[:3], *a[5:]) == (*b[:3], *b[5:])
+                assert a[3:5] == pytest.approx(b[3:5], rel=1e-7, abs=1e-9 * mine.seconds)
 
 
 def test_lanes_hold_operations_alone_and_what_is_around_them_has_its_own(tmp_path: Path):

@@ -256,8 +256,11 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     options = {"kv_bytes": 2.0, "slack": 0.1, "linear": 0.0}
     yield "tiled", tw.tiled, {"mask": MASK, "layout": LAYOUT, **options}
     yield "tiled_layout", tw.tiled_layout, {"mask": MASK, "num_tokens": 16, "n": 2, **options}
-    yield "needed", tw.needed, {"mask": MASK, "layout": LAYOUT, "node_size": 2}
-    for name in ("all_gather", "balanced_ring", "tree"):
+    yield "needed", tw.needed, {
+        "mask": MASK, "layout": LAYOUT, "node_size": 2, "moves": "kv",
+    }  # fmt: skip
+    yield "all_gather", tw.all_gather, {"world_size": 2, "moves": "kv"}
+    for name in ("balanced_ring", "tree"):
         yield name, getattr(tw, name), {"world_size": 2}
     yield "ring", tw.ring, {"world_size": 2, "moves": "kv"}
     yield "attention2d", tw.attention2d, {"rows": 2, "columns": 2, "overlap": False}
@@ -274,14 +277,15 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     yield "Plan.check", PLAN.check, {"mask": MASK, "layout": LAYOUT}
     yield "Plan.pruned", PLAN.pruned, {"mask": MASK, "layout": LAYOUT}
     yield "Plan.program", PLAN.program, {"rank": 0}
-    yield "Plan.code", PLAN.code, {"work": work(), "rank": 0, "backward": False}
+    coded = {"work": work(), "rank": 0, "backward": False, "device": "cpu", "kernel": "cpu"}
+    yield "Plan.code", PLAN.code, coded
     yield "Plan.from_json", tw.Plan.from_json, {"text": PLAN.to_json()}
     yield "Plan.rank_steps", PLAN.rank_steps, {"rank": 0}
     yield "Plan.num_shards", PLAN.num_shards, {"side": Side.Q}
     yield "Plan.home", PLAN.home, {"side": Side.Q, "shard": 0}
     yield "Plan.tuned", tw.mesh(4).tuned, {"num_heads": 2, "num_kv_heads": 2}
     yield "Plan.changed", PLAN.changed, {"name": "p", "steps": PLAN.steps, "script": None}
-    yield "plan_code", plan_code, {"plan": PLAN, "work": work(), "rank": 0, "backward": False}
+    yield "plan_code", plan_code, {"plan": PLAN, **coded}
     yield "droppable", droppable, {"plan": PLAN, "mask": MASK, "layout": LAYOUT}
     yield "lower", lower, {"plan": PLAN, "rank": 0}
     yield "parse", parse, {"text": str(PLAN)}

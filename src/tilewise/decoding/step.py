@@ -105,7 +105,8 @@ def _of_heads(
                 np.arange(place.start, place.stop),
                 here.positions(place.stop),
                 mask,
-                **cut._asdict(),
+                square_causal=cut.square_causal,
+                whole_tile=cut.whole_tile,
             )
             for place in dict.fromkeys(places)
         }

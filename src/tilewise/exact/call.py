@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +21,7 @@ from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Run, contiguous
 from tilewise.transport.protocol import Transport
 
-KERNELS = {"cpu": ("cpu",)}
+KERNELS: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("cpu",)})
 """Kernels with fixed blocks, by the kind of device; the first is taken where none is named."""
 
 

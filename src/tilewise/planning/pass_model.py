@@ -12,7 +12,6 @@ from tilewise.layouts.layout import Layout, contiguous, zigzag
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.payload import Payload
 from tilewise.plan.row_ranges import count
-from tilewise.simulation.halves import OWN_RANKS
 from tilewise.simulation.machine import KernelSpeed, Machine
 from tilewise.simulation.network import blocks
 from tilewise.strategies.ring import ring
@@ -24,8 +23,8 @@ Pair = tuple[int, int]
 Reach = Mapping[Pair, Pair]
 """For each pair of shards with an allowed pair: its rows of queries and of keys that attend."""
 
-EXACT_UNLIKE_RANKS = 16
-"""Up to this many ranks, a trial simulates every rank where a mask leaves them different work."""
+EXACT_TRIAL_RANKS = 16
+"""Up to this many ranks, a trial simulates every rank."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,9 @@ class PassModel:
         sample is one rank of each team (teams.py).
         """
         if self.alike is None:
-            return self.world_size > EXACT_UNLIKE_RANKS
+            return self.world_size > EXACT_TRIAL_RANKS
         whole = all(self.world_size % block == 0 for block in blocks(self.machine, self.world_size))
-        return whole and self.world_size > OWN_RANKS
+        return whole and self.world_size > EXACT_TRIAL_RANKS
 
     @property
     def least_share(self) -> float:

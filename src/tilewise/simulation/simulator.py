@@ -24,7 +24,7 @@ from tilewise.plan.ir import Plan, find_symmetry
 from tilewise.plan.shifts import Symmetry, relabelled
 from tilewise.simulation.disturbance import disturbed
 from tilewise.simulation.engine import Deadlock, EventLoop, PricedProgram
-from tilewise.simulation.halves import EXACT_RANKS, OWN_RANKS, halves_of
+from tilewise.simulation.halves import EXACT_RANKS, halves_of
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
 from tilewise.simulation.peak_memory import PassMemory
@@ -315,7 +315,8 @@ def _deadlock_text(deadlock: Deadlock, programs: tuple[PricedProgram, ...]) -> s
     awaited = "for its sends"
     if operation_index is not None:
         (mine,) = [program for program in programs if program.rank == rank]
-        awaited = mine.operations[operation_index].label.replace("wait", "for", 1)
+        label = mine.operations[operation_index].label
+        awaited = label.replace("wait", "for", 1).replace("<", " from rank ")
     return (
         f"no rank can go on: rank {rank} waits {awaited}; {num_ended} of {len(programs)} ranks "
         "have ended"
@@ -348,7 +349,7 @@ def _simulated(
             halves = halves_of(plan, shifts, layouts[0].size(0))
             if halves.complete:
                 models = _own(every_rank)
-                if n > OWN_RANKS:
+                if n > EXACT_RANKS:
                     models = {
                         rank: Model(model, relabelled(model, rank, shifts))
                         for rank, model in sorted(halves.models(plan).items())
@@ -365,7 +366,7 @@ def _own(symmetry: Symmetry) -> dict[int, Model]:
     that they are relabelled from.
     """
     ranks, shifts = symmetry.representatives(), symmetry.plan_shifts
-    if symmetry.world_size <= OWN_RANKS or not shifts:
+    if symmetry.world_size <= EXACT_RANKS or not shifts:
         return {rank: Model(rank) for rank in ranks}
     templates = {rank: symmetry.template(rank) for rank in ranks}
     return {rank: Model(x, relabelled(x, rank, shifts)) for rank, x in templates.items()}

@@ -1,4 +1,4 @@
-"""Fills and merges of partials that are needless go.
+"""Fills and merges of partials that are needless go, and whatever is done to no rows.
 
 what is first of a partial      becomes the partial, where it is all of its rows
 results that a kernel can add   go into the partial, not aside
@@ -53,6 +53,8 @@ class _Adopter:
             op = old[place]
             place += 1
             match op:
+                case Fill() | Copy() | Merge() if not draft.num_rows(op.target):
+                    pass
                 case Fill():
                     self._blank[op.target.buffer] = op
                 case Copy():

@@ -49,7 +49,8 @@ def tiles(draft: Draft, facts: Facts) -> None:
 def _attend(draft: Draft, facts: Facts, tile: AttendTile, parts: CallParts[np.ndarray]) -> None:
     """Gather what one kernel call reads, run it, and merge its results."""
     of = tile.label.removeprefix("compute ")
-    selections, heads = (parts.q, parts.k), (parts.q_heads, parts.kv_heads)
+    # A latent is of all heads.
+    selections, heads = (parts.q, parts.k), (parts.q_heads, None if facts.latent else parts.kv_heads)
     operands: list[View] = []
     rows: list[int] = []
     for side in Side:
