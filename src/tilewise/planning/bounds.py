@@ -44,6 +44,9 @@ SAMPLED_RANKS = 6
 INSIDE, BETWEEN, EITHER = range(3)
 """Columns of bytes: by links inside a node, by NICs, by either."""
 
+Columns = list[float]
+"""Bytes by column."""
+
 Shares = tuple[tuple[int, float], ...]
 """Shares of an item's bytes, by column."""
 
@@ -342,16 +345,16 @@ class _StepWalk:
     def seconds(self, team: int, steps: tuple[RankStep, ...]) -> float:
         """Return the bound of one rank of a team, and add what crosses its node's border."""
         tiles, work = self._tiles, list[float]()  # seconds of one piece of work after the other
-        arriving, leaving = list[Array](), [np.zeros(3)]  # bytes before each piece, and after it
+        arriving, leaving = list[Columns](), [[0.0] * 3]  # bytes before each piece, and after it
         node = team * self._degree // self._model.machine.node_size
         crosses = self._nested and self._model.world_size > self._model.machine.node_size
 
         def do(seconds: float) -> None:
             work.append(seconds)
-            arriving.append(np.zeros(3))
-            leaving.append(np.zeros(3))
+            arriving.append([0.0] * 3)
+            leaving.append([0.0] * 3)
 
-        def add(row: Array, num_bytes: float, shares: Shares, sent: bool) -> None:
+        def add(row: Columns, num_bytes: float, shares: Shares, sent: bool) -> None:
             for column, share in shares:
                 row[column] += share * num_bytes
                 if crosses and column == BETWEEN:
@@ -394,7 +397,7 @@ class _StepWalk:
         do(sum(unmerged.values()) + tiles.pack_seconds(sum(map(self._own_bytes, own_partials))))
         for item in own_partials:  # they go back to the heads' own ranks
             add(leaving[-1], self._own_bytes(item), self._traded, True)
-        return self._in_order(np.array(work), np.stack(arriving), np.stack(leaving))
+        return self._in_order(*map(np.array, (work, arriving, leaving)))
 
     def _own_bytes(self, item: Item) -> float:
         """Bytes of an item of the team's own shard, without rows that the mask leaves out."""

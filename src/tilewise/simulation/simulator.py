@@ -330,22 +330,18 @@ def _simulated(
     (None: each part's own, pruned), and the ranks by whose operations theirs are priced.
     """
     plan, mask, layouts, *_ = resolved
-    n, alike, every_rank = (
-        plan.world_size,
-        all_alike(plan, mask, layouts),
-        Symmetry(plan.world_size),
-    )
-    symmetry = every_rank
+    n, alike = plan.world_size, all_alike(plan, mask, layouts)
+    every_rank = Symmetry(n)
     if resolved.then is not None:
         _check_affordable(plan, machine, exact)
         return every_rank, None, _own(every_rank)
     if alike is not None and not exact and not machine.is_disturbed:
         symmetry = find_symmetry(plan, blocks(machine, n))
         several = symmetry.members > 1
-        if not alike or (several and (exact is False or num_messages(plan) > MOST_MESSAGES)):
+        if several and (not alike or exact is False or num_messages(plan) > MOST_MESSAGES):
             return symmetry, plan, _own(symmetry)
         shifts = symmetry.plan_shifts or find_symmetry(plan).plan_shifts
-        if shifts and prune:
+        if alike and shifts and prune:
             halves = halves_of(plan, shifts, layouts[0].size(0))
             if halves.complete:
                 models = _own(every_rank)
