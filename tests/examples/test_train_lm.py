@@ -92,7 +92,7 @@ def test_a_canonical_reduction_trains_to_the_same_bits_also_if_other_ranks_go_on
     assert losses[-1] < losses[0]
     begin = *SHORT, "--strategy", "ulysses(2)", "--steps", "2", "--save", path
     assert [run[0] for run in run_processes(2, canonical_run, *begin)] == [losses[:2]] * 2
-    go_on = *SHORT, "--strategy", "ring(3)", *steps, "--resume", path
+    go_on = *SHORT, "--strategy", "all_gather(3)", *steps, "--resume", path
     assert run_processes(3, canonical_run, *go_on) == [(losses, digest)] * 3
 
 

@@ -33,7 +33,7 @@ from tilewise.integrations import hf, hf_plan, state_rules
 from tilewise.integrations.hf_forward import split_forward
 from tilewise.planning import StateLayer, search_hybrid
 from tilewise.planning.hybrid import CHOICES, HybridChoice
-from tilewise.simulation.machine import Link, Machine
+from tilewise.simulation.machine import KernelSpeed, Link, Machine
 from tilewise.tokens.moves import halo_moves, relayout_moves, scan_moves
 
 PACKED = (0, 5, 16, 17, 29)
@@ -490,8 +490,10 @@ def test_what_runs_is_what_was_priced_to_the_byte(name: str, choice: Any):
     assert own <= others
 
 
-FAST = Machine("fast", 8, Link(1e12, 1e-4), Link(1e12, 1e-4), Machine.preset("cpu-gloo").kernels)
-"""Kernels are slow beside its links, so equal work of attention is worth a relayout."""
+KERNELS = tuple(KernelSpeed("float32", b, (1.0,), (1.0,), ((1e9,),)) for b in (False, True))
+FAST = Machine("fast", 8, Link(1e12, 1e-4), Link(1e12, 1e-4), KERNELS)
+"""Kernels are slow beside its links, and as fast for any shape of call, so equal work of attention
+is worth a relayout."""
 
 
 THREE = {"layer_types": [LINEAR, LINEAR, FULL, LINEAR], "num_hidden_layers": 4}

@@ -110,7 +110,7 @@ def options(
     ]
     if world_size <= MOST_APART and unlike:
         variants += [(1, variant) for variant in _aware(work, world_size, node_size)]
-    if work.strategies is not None:
+    if work.strategies is not None and world_size > 1:
         variants = [(degree, x) for degree, x in variants if _serves(x, degree, work)]
     kinds = ["ring", "ulysses", *dict.fromkeys(variant.kind for _, variant in variants)]
     variants.sort(key=lambda pair: (kinds.index(pair[1].kind), pair[0]))
