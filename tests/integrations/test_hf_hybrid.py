@@ -499,7 +499,9 @@ is worth a relayout."""
 THREE = {"layer_types": [LINEAR, LINEAR, FULL, LINEAR], "num_hidden_layers": 4}
 
 
-def planned(name: str, machine: Machine | None, **options: Any) -> list[tuple[Any, str]]:
+def planned(
+    name: str, machine: Machine | None, n: int = 3, **options: Any
+) -> list[tuple[Any, str]]:
     """What every rank of a model that was parallelized with strategy "auto" has for layouts."""
     whole = build(name, **(THREE if name == "Qwen3Next" else {}))
 
@@ -509,7 +511,7 @@ def planned(name: str, machine: Machine | None, **options: Any) -> list[tuple[An
         hf.parallelize(copy.deepcopy(whole), cp, f"tilewise_{rank}")
         return (cp.layout, cp.attention_layout), repr(cp)
 
-    return tw.loopback(3, on_rank)
+    return tw.loopback(n, on_rank)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -520,24 +522,24 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_auto_chooses_a_hybrid_models_layouts_and_says_why(caplog: pytest.LogCaptureFixture):
     slow = Machine("slow", 8, Link(1e6, 0.1), Link(1e6, 0.1), FAST.kernels)
     expected = {
-        "relayout": (FAST, tw.contiguous(2046, 3), tw.zigzag(2046, 3)),
-        "contiguous": (slow, tw.contiguous(2046, 3), tw.contiguous(2046, 3)),
+        "relayout": (FAST, tw.contiguous(2046, 8), tw.zigzag(2046, 8)),
+        "contiguous": (slow, tw.contiguous(2046, 8), tw.contiguous(2046, 8)),
     }
     for machine, *layouts in expected.values():
         with caplog.at_level(logging.INFO, "tilewise"):
-            ranks = planned("Qwen3Next", machine)
-        assert [found for found, _ in ranks] == [tuple(layouts)] * 3
+            ranks = planned("Qwen3Next", machine, 8)
+        assert [found for found, _ in ranks] == [tuple(layouts)] * 8
         (message,) = said(caplog)
         caplog.clear()
         work = hf.hybrid_work(build("Qwen3Next", **THREE), 2046)
-        best, *_ = search_hybrid(work, machine, world_size=3)
+        best, *_ = search_hybrid(work, machine, world_size=8)
         assert (best.layout, best.attention_layout) == tuple(layouts)
         start = (
             "strategy='auto' laid out 2046 tokens of Qwen3NextForCausalLM (1 layers of attention, 3"
         )
-        assert message.startswith(start) and f"on 3 ranks of {machine.name}" in message
+        assert message.startswith(start) and f"on 8 ranks of {machine.name}" in message
         assert best.reason.split(":")[0] in message and "relayout" in message
-    assert "attention on zigzag" in planned("Qwen3Next", FAST)[0][1]
+    assert "attention on zigzag" in planned("Qwen3Next", FAST, 8)[0][1]
 
 
 def test_what_was_named_is_left_alone(caplog: pytest.LogCaptureFixture):

@@ -115,9 +115,7 @@ class PassPrices:
                 seconds = self.copy_seconds(traffic)
         return OpPrice(0.0, seconds, 0.0, traffic)
 
-    def _attend(
-        self, op: Attend[View], draft: Draft, num_bytes: Callable[[View], int]
-    ) -> OpPrice:
+    def _attend(self, op: Attend[View], draft: Draft, num_bytes: Callable[[View], int]) -> OpPrice:
         """A kernel call; and what it adds in place, or converts to the dtype of partials."""
         call = op.call
         area = call.area * self._allowed_share

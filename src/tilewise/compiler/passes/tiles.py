@@ -50,7 +50,10 @@ def _attend(draft: Draft, facts: Facts, tile: AttendTile, parts: CallParts[np.nd
     """Gather what one kernel call reads, run it, and merge its results."""
     of = tile.label.removeprefix("compute ")
     # A latent is of all heads.
-    selections, heads = (parts.q, parts.k), (parts.q_heads, None if facts.latent else parts.kv_heads)
+    selections, heads = (
+        (parts.q, parts.k),
+        (parts.q_heads, None if facts.latent else parts.kv_heads),
+    )
     operands: list[View] = []
     rows: list[int] = []
     for side in Side:
