@@ -12,7 +12,6 @@ from support.docs_tables import numbers_after, shows, table_of
 from typer.testing import CliRunner
 
 import tilewise as tw
-from tilewise.simulation.machine import KernelSpeed
 from benchmarks.study import contexts, parts, simulated, stress, where
 from benchmarks.study.__main__ import STUDIES, app
 from benchmarks.study.against import METHODS, every_method
@@ -21,6 +20,7 @@ from benchmarks.study.memory import formula, memory, planned
 from benchmarks.study.parts import Journal, journal
 from benchmarks.study.table import StudyTable
 from benchmarks.study.video import video
+from tilewise.simulation.machine import KernelSpeed
 
 MACHINE = tw.Machine.preset("h100x8")
 MEMORY_FREE = replace(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch

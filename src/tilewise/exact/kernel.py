@@ -304,7 +304,7 @@ def _meetings(document: Document) -> tuple[tuple[_Meeting, ...], ...]:
         start = number * document.sizes.walked
         stop = start + document.sizes.walked
         some = ((low < stop) & (high > start)).any((0, 2))
-        sees_all: np.ndarray = ((low <= start) & (high >= stop)).any(0)
+        sees_all = np.atleast_1d(((low <= start) & (high >= stop)).any(0))
         every: list[bool] = [bool(rows.all()) for rows in sees_all]
         places = np.arange(start, stop)
         for block in np.flatnonzero(some).tolist():

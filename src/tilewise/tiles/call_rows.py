@@ -199,7 +199,7 @@ def _closed_up(parts: Sequence[Ranges]) -> list[Ranges]:
     return [tuple([moved[span] for span in part]) for part in parts]
 
 
-class _Uneven(Exception):
+class _UnevenError(Exception):
     """Rows cannot be counted in units."""
 
 
@@ -207,7 +207,7 @@ def _resized(x: Any, unit: int, size: int) -> Any:
     """Rows in calls, selections and ranges, with so many in place of every unit's.
 
     Raises:
-        _Uneven: if something begins or ends inside a unit.
+        _UnevenError: if something begins or ends inside a unit.
     """
     match x:
         case None | Kind():
@@ -223,7 +223,7 @@ def _resized(x: Any, unit: int, size: int) -> Any:
         case tuple():
             return tuple([_resized(part, unit, size) for part in x])
         case _:
-            raise _Uneven
+            raise _UnevenError
 
 
 def _numbers(x: Any) -> Iterator[int]:
@@ -245,7 +245,7 @@ def _long(ranged: RangedBlocks, mask: Mask, cut: CallStyle) -> Placed:
     if unit > LONG:
         try:
             return _resized(_shared(_resized(ranged, unit, LONG), mask, cut), LONG, unit)
-        except _Uneven:
+        except _UnevenError:
             pass
     return _shared(ranged, mask, cut)
 
