@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Files that take longest: started first, so that no process waits for the last of them.
-LONGEST = ("test_parity.py", "test_search.py", "test_symmetry.py", "test_torch_op.py")
+LONGEST = ("test_parity.py", "test_search.py", "test_symmetry.py", "test_operator.py")
 
 
 @pytest.hookimpl(tryfirst=True)

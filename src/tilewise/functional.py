@@ -1,23 +1,23 @@
 """tw.attention: one call for every strategy, mask and layout."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from tilewise.arguments import DtypeName, Reduction, Save, Validate, explains_other_names
+from tilewise.execution.autograd import attend
 from tilewise.execution.call import (
     Call,
     autocast_dtype,
-    is_joint,
     known_of,
     lowered,
     without_autocast,
 )
 from tilewise.execution.entry_masks import attend_by_entry
+from tilewise.execution.operator import attend_compiled
 from tilewise.execution.sinks import kind_of, with_sink
-from tilewise.execution.torch_op import attend, attend_compiled
 from tilewise.kernels.bias import Alibi, expanded
 from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
@@ -175,21 +175,6 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     if region is not None:
         q, k, v = lowered(q, region), lowered(k, region), lowered(v, region)
         sink = None if sink is None else _sink_under_autocast(sink)
-    joint = None
-    if not compiled and is_joint(plan, layout, kv_layout):
-        joint = owned_call(
-            q,
-            k,
-            v,
-            plan,
-            backward_plan,
-            cast(Layout, layout),
-            kv_layout,
-            group,
-            validate,
-            (dropout_p, dropout_seed),
-        )
-        q, k, v, plan, backward_plan, layout, kv_layout, group, _ = joint
     call = Call(
         plan=plan,
         backward_plan=backward_plan,
@@ -217,6 +202,10 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         needs_grad=torch.is_grad_enabled()
         and any(getattr(x, "requires_grad", False) for x in (q, k, v, bias)),
     )
+    owned, both = None, (layout, kv_layout)
+    if not compiled and [x for x in both if isinstance(x, Layout) and len(x.replicated)]:
+        call, owned = owned_call(q, k, v, call)
+        q, k, v = (q, k, v) if owned is None else owned[:3]
     with without_autocast(q, region):
         values = None if bias is None or isinstance(bias, Alibi) else bias
         by_entry = isinstance(values, Tensor) and values.ndim == 4 and not compiled
@@ -228,9 +217,9 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
             out, lse, largest = attend(q, k, v, call, sink, values)
         if sink is not None and reduction != "canonical":
             out, lse = with_sink(out, lse, sink)
-        if joint is not None:
-            out = joint.completed(out)
-            lse = joint.completed(lse) if return_lse else lse
+        if owned is not None:
+            out = owned.completed(out)
+            lse = owned.completed(lse) if return_lse else lse
     extras = [lse] * return_lse + largest
     return (out, *extras) if extras else out
 

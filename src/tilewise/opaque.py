@@ -6,11 +6,11 @@ from uuid import uuid4
 
 
 class OpaqueType(ABCMeta):
-    """The metaclass of opaque values; execution/torch_op.py derives it from torch's own besides."""
+    """The metaclass of opaque values; execution/operator.py derives it from torch's own besides."""
 
 
 class OpaqueValue(metaclass=OpaqueType):
-    """A frozen value with == and hash, for execution/torch_op.py to register; without torch."""
+    """A frozen value with == and hash, for execution/operator.py to register; without torch."""
 
     __slots__ = ()
 

@@ -9,9 +9,9 @@ from support.kernel_cases import CALLS, HEADS, SCALE, call_of
 from support.thinned import thinned
 
 import tilewise as tw
+from tilewise.execution.agree import agreed_call
 from tilewise.execution.call import Call
 from tilewise.execution.forward_backward import backward_pass, forward_pass
-from tilewise.execution.torch_op import agreed_call
 from tilewise.kernels import flex, torch_sdpa
 from tilewise.kernels.call_cache import CallCache
 from tilewise.kernels.protocol import Kernel

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tilewise.execution import torch_op
+from tilewise.execution import operator
 
 OURS = {
-    "tilewise::attention": torch_op._forward,
-    "tilewise::attention_backward": torch_op._backward,
+    "tilewise::attention": operator._forward,
+    "tilewise::attention_backward": operator._backward,
 }
 EMPTY = ("empty", "new_empty")
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise as tw
 from tilewise import context_parallel, functional
-from tilewise.execution import torch_op
+from tilewise.execution import agree, operator
 from tilewise.execution.call import Call
 from tilewise.execution.resolve import agreement_fields, resolve, resolve_once
 
@@ -156,7 +156,8 @@ def test_modes_see_one_operator_a_pass_and_all_give_the_same(monkeypatch: pytest
         resolved.append(call)
         return resolve_once(q, k, v, call, *rest)
 
-    monkeypatch.setattr(torch_op, "resolve_once", counted)
+    for module in (agree, operator):
+        monkeypatch.setattr(module, "resolve_once", counted)
     operands, results = qkv(requires_grad=True), []
     for mode in (None, Operators()):
         if mode:

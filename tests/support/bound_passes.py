@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tilewise as tw
+from tilewise.execution.agree import agreed_call
 from tilewise.execution.call import Call, ResolvedCall
 from tilewise.execution.forward_backward import backward_pass, forward_pass
-from tilewise.execution.torch_op import agreed_call
 from tilewise.transport.protocol import Transport
 
 # What needs its result on the host; on a GPU the host would wait for the device.

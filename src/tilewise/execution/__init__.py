@@ -1,6 +1,6 @@
 """A program run on tensors, forward and backward.
 
-A call goes through torch_op, problem (its checks), forward_backward, pass_run (one pass made ready)
-and executor (the loop over instructions). work keeps a rank's operands and partials its results;
-gather binds kernel calls to rows; packing is rows as bytes; allocator and memory_plan give buffers.
+A call is checked and resolved (resolve), the ranks agree on it (agree), torch's autograd runs it
+(autograd; operator, where something follows operators), as two passes (forward_backward), each a
+code that is bound once and then run (run) in memory that passes share (workspace).
 """

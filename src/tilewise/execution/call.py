@@ -111,18 +111,6 @@ def known_of(
     return known_layout if layout is None else layout, known_mask if mask is None else mask
 
 
-def is_joint(plan: object, layout: object, kv_layout: object) -> bool:
-    """Return whether a call, of which nothing is checked yet, has tokens that every rank holds."""
-    if not isinstance(plan, Plan) or not isinstance(layout, Layout):
-        return False
-    if kv_layout is None:
-        return len(layout.replicated) > 0
-    if not isinstance(kv_layout, Layout):
-        return False
-    layouts = (kv_layout,) if plan.replicated_queries else (layout, kv_layout)
-    return any(len(one.replicated) > 0 for one in layouts)
-
-
 def autocast_dtype(x: object) -> torch.dtype | None:
     """Return the dtype of the autocast region for x's device, or None outside of a region."""
     if not isinstance(x, Tensor):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tilewise.arguments import require_type
+from tilewise.execution.autograd import Results, attend
 from tilewise.execution.call import Call
 from tilewise.execution.sinks import kind_of
-from tilewise.execution.torch_op import Results, attend
 from tilewise.execution.validation import MOST_SEEDS
 from tilewise.masks.base import Mask
 from tilewise.transport.agreement import agree, settled

@@ -8,6 +8,7 @@ all, whose backward pass sums dout into the owners.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from tilewise.arguments import Validate, dtype_name, shown
 from tilewise.compiler.row_moves import RowMoves, share_moves
+from tilewise.execution.call import Call
 from tilewise.layouts.layout import Layout, contiguous
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import RecentValues
@@ -24,13 +26,13 @@ from tilewise.tokens.rows import move_rows
 from tilewise.tokens.same_rows import first_difference
 from tilewise.transport.agreement import settled
 from tilewise.transport.protocol import Transport
-from tilewise.transport.resolve import Group, LocalTransport, transport_for
+from tilewise.transport.resolve import LocalTransport, transport_for
 
 _ROWS: RecentValues[Hashable, Tensor] = RecentValues(64)
 
 
-class OwnedCall(NamedTuple):
-    """A call of attention on the rows that each rank owns.
+class OwnedRows(NamedTuple):
+    """The operands of a call on the rows that each rank owns, and the way back to those it holds.
 
     Attributes:
         moves: of the rows of out to all ranks that hold them; None: each has its own.
@@ -39,12 +41,8 @@ class OwnedCall(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor | None
-    plan: Plan
-    backward_plan: Plan | None
-    layout: Layout
-    kv_layout: Layout
-    group: Transport
     moves: RowMoves | None
+    group: Transport
 
     def completed(self, x: Tensor) -> Tensor:
         """The rows that this rank holds, of those [(batch,) tokens, heads, ...] that it owns."""
@@ -53,57 +51,60 @@ class OwnedCall(NamedTuple):
         return move_rows(x, self.moves, self.group, 1 if self.q.ndim == 4 else 0)
 
 
-def owned_call(  # noqa: PLR0913 - the operands and options of attention that layouts concern
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    plan: Plan,
-    backward_plan: Plan | None,
-    layout: Layout,
-    kv_layout: Layout | None,
-    group: Group,
-    validate: Validate,
-    dropout: tuple[float, int | None],
-) -> OwnedCall:
-    """The call of the rows that this rank owns.
+def owned_call(q: Tensor, k: Tensor, v: Tensor | None, call: Call) -> tuple[Call, OwnedRows | None]:
+    """The call of the rows that this rank owns, and these; (call, None) of layouts without rows
+    that every rank holds.
 
     Keys that every rank holds, all of them, are read where they are: no plan is needed.
 
     Args:
         q, k, v: as attention takes them, rows of a joint layout.
-        dropout: dropout_p and dropout_seed.
+        call: of which nothing is checked yet.
     Raises:
         ValueError: the same on every rank, if one rank's rows do not fit, or replicated rows differ
             between ranks.
     """
-    transport = transport_for(group)
-    keys = layout if kv_layout is None else kv_layout
+    plan, layout, keys = call.plan, call.layout, call.kv_layout or call.layout
+    if not (isinstance(plan, Plan) and isinstance(layout, Layout) and isinstance(keys, Layout)):
+        return call, None  # attention says so
+    whole_queries = plan.replicated_queries
+    if not len(keys.replicated) and (whole_queries or not len(layout.replicated)):
+        return call, None
+    transport = transport_for(call.group)
+    on_owned = replace(call, layout=layout.owned, kv_layout=keys.owned, group=transport)
     fits = plan.world_size == transport.world_size == layout.world_size == keys.world_size
     if not fits:  # attention says so
-        return OwnedCall(q, k, v, plan, backward_plan, layout.owned, keys.owned, transport, None)
-    rank, whole_queries = transport.rank, plan.replicated_queries
+        return on_owned, OwnedRows(q, k, v, None, transport)
+    rank = transport.rank
     whole_keys = len(keys.replicated) == keys.num_tokens and not whole_queries
     sides = [("k", k, keys, -2 if v is None else -3)]
     sides += [] if v is None else [("v", v, keys, -3)]
     sides += [] if whole_queries else [("q", q, layout, -3)]
 
     def check() -> dict[str, Tensor]:
-        if whole_keys and dropout[0] and dropout[1] is None:
+        if whole_keys and call.dropout_p and call.dropout_seed is None:
             raise ValueError(
-                f"dropout_p ({dropout[0]}) on {plan.world_size} ranks needs a dropout_seed; pass "
-                "the same on all, another at every layer and step"
+                f"dropout_p ({call.dropout_p}) on {plan.world_size} ranks needs a dropout_seed; "
+                "pass the same on all, another at every layer and step"
             )
         return {name: owned_rows(x, of, rank, dim, name) for name, x, of, dim in sides}
 
     owned = settled(transport, check)
-    _compare(sides, transport, validate)
+    _compare(sides, transport, call.validate)
     if whole_keys:
-        own = Layout(layout.num_tokens, [layout.runs[rank]], layout.name)
         alone = LocalTransport()
-        return OwnedCall(q, k, v, ring(1), None, own, contiguous(keys.num_tokens, 1), alone, None)
+        on_owned = replace(
+            call,
+            plan=ring(1),
+            backward_plan=None,
+            layout=Layout(layout.num_tokens, [layout.runs[rank]], layout.name),
+            kv_layout=contiguous(keys.num_tokens, 1),
+            group=alone,
+        )
+        return on_owned, OwnedRows(q, k, v, None, alone)
     q, k, v = owned.get("q", q), owned["k"], owned.get("v")
     moves = share_moves(layout) if len(layout.replicated) and not whole_queries else None
-    return OwnedCall(q, k, v, plan, backward_plan, layout.owned, keys.owned, transport, moves)
+    return on_owned, OwnedRows(q, k, v, moves, transport)
 
 
 def owned_rows(x: Tensor, layout: Layout, rank: int, dim: int, name: str = "x") -> Tensor:

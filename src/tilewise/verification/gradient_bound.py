@@ -8,10 +8,10 @@ from torch import Tensor
 from tilewise.arguments import require_type
 from tilewise.compiler.codegen import pass_code
 from tilewise.compiler.facts import CallTraits
+from tilewise.execution.agree import agreed_call
 from tilewise.execution.call import Call, ResolvedCall, known_of
 from tilewise.execution.forward_backward import rows_first, rows_last
 from tilewise.execution.sinks import kind_of, one_sink
-from tilewise.execution.torch_op import agreed_call
 from tilewise.functional import attention
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.ir import Side

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 
 import tilewise as tw
 from tilewise.execution.call import Call
-from tilewise.execution.torch_op import MASKS
+from tilewise.execution.operator import MASKS
 
 # Warnings of torch itself: forward mode compiles scripts, opcheck asks clones for .grad.
 pytestmark = [
