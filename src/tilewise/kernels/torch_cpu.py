@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewise.kernels.call_masks import additive_mask
 from tilewise.kernels.delta import LEAST_DIVISORS, out_for_delta
 from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, Scores
-from tilewise.tiles.calls import KernelCall, Kind, is_square_causal
+from tilewise.tiles.calls import KernelCall, Kind
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -40,7 +40,7 @@ class CpuFlash(AsideKernel):
         out, lse = _forward(
             *map(_heads_first, (q, k, v)),
             0.0,
-            is_square_causal(call),
+            call.is_square_causal,
             attn_mask=mask,
             scale=scores.scale,
         )
@@ -64,7 +64,7 @@ class CpuFlash(AsideKernel):
             *map(_heads_first, (dout, q, k, v, out)),
             lse.permute(1, 2, 0),
             0.0,
-            is_square_causal(call),
+            call.is_square_causal,
             attn_mask=mask,
             scale=scores.scale,
         )

@@ -23,7 +23,7 @@ from tilewise.kernels.protocol import (
     Scores,
     heads_first,
 )
-from tilewise.tiles.calls import KernelCall, is_square_causal
+from tilewise.tiles.calls import KernelCall
 
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -182,7 +182,7 @@ def _cells(call: KernelCall, min_keys: int, q: Tensor) -> tuple[Cells, Tensor | 
 
     mask, unseen = CALL_CACHE.get(call, ("sdpa", min_keys, q.dtype), q.device, make)
     # a mask on a causal call only hides a key beside its single one: all else is allowed
-    return Cells(mask, is_square_causal(call) and mask is None), unseen
+    return Cells(mask, call.is_square_causal and mask is None), unseen
 
 
 def _mask(call: KernelCall, min_keys: int, q: Tensor) -> tuple[Tensor | None, Tensor | None]:

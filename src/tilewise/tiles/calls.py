@@ -88,16 +88,16 @@ class KernelCall(_Fields):
         """Pairs that a kernel works on: those of SLICES are its whole rectangle."""
         return self.num_q * self.num_k if self.kind is Kind.SLICES else self.area
 
+    @cached_property
+    def is_square_causal(self) -> bool:
+        """True if the call is causal, for kernels whose causal mask is aligned at the top left.
 
-def is_square_causal(call: KernelCall) -> bool:
-    """Return whether a call is causal, for kernels whose causal mask is aligned at the top left.
-
-    Raises:
-        ValueError: if it is, but not square, where the two alignments differ.
-    """
-    if call.kind is Kind.CAUSAL and call.num_q != call.num_k:
-        raise ValueError(
-            f"a causal call of {call.num_q} queries and {call.num_k} keys is not square; "
-            "make calls for this kernel with tile_calls(..., square_causal=True)"
-        )
-    return call.kind is Kind.CAUSAL
+        Raises:
+            ValueError: if it is, but not square, where the two alignments differ.
+        """
+        if self.kind is Kind.CAUSAL and self.num_q != self.num_k:
+            raise ValueError(
+                f"a causal call of {self.num_q} queries and {self.num_k} keys is not square; "
+                "make calls for this kernel with tile_calls(..., square_causal=True)"
+            )
+        return self.kind is Kind.CAUSAL
