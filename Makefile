@@ -22,7 +22,7 @@ help:
 	@echo "make demo       every strategy on one real input, over 4 local processes"
 	@echo "make test       the tests; test-all adds the slow ones"
 	@echo "make fuzz       random examples of tests/fuzz, for MINUTES=30"
-	@echo "make lint       ruff, import-linter and pyright; format rewrites the files"
+	@echo "make lint       ruff, import-linter, the budget of lines and pyright; format rewrites the files"
 	@echo "make bench      the benchmark's quick cases, and a page of them; bench-gpu those of a GPU"
 
 demo: $(STAMP)
@@ -53,6 +53,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python -m benchmarks.size
 	$(BIN)/pyright
 
 format: $(STAMP)

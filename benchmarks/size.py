@@ -1,0 +1,95 @@
+"""Lines of code by package and folder, and whether each package keeps within its budget.
+
+    python -m benchmarks.size            # a table; exit status 1 if a package is above its budget
+
+A line of code has a token on it that is neither a comment nor part of a docstring: prose is free.
+The budgets stand in pyproject.toml under [tool.tilewise.budget]. Whoever needs more raises one in a
+commit of its own that says what the lines buy.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "tilewise"
+APART = ("integrations", "compat", "verification", "tools")
+"""Folders with a budget of their own; all others are the core."""
+NO_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
+
+
+def code_lines(source: str) -> int:
+    """Lines with code in the text of a module: without blanks, comments and docstrings."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                lines.difference_update(range(statement.lineno, (statement.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def by_folder(source: Path = SOURCE) -> Counter[str]:
+    """Lines of code of each folder of the package; those of single modules under "."."""
+    found: Counter[str] = Counter()
+    for path in source.rglob("*.py"):
+        parts = path.relative_to(source).parts
+        found[parts[0] if len(parts) > 1 else "."] += code_lines(path.read_text(encoding="utf-8"))
+    return found
+
+
+def by_package(folders: Mapping[str, int]) -> dict[str, int]:
+    """Lines of code of what has a budget: the core, and each folder of APART."""
+    core = sum(lines for folder, lines in folders.items() if folder not in APART)
+    return {"core": core, **{name: folders[name] for name in APART}}
+
+
+def budgets() -> dict[str, int]:
+    """The budgets of pyproject.toml."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return tomllib.load(file)["tool"]["tilewise"]["budget"]
+
+
+def over_budget(packages: Mapping[str, int], allowed: Mapping[str, int]) -> list[str]:
+    """A sentence for each package that has more lines than its budget allows."""
+    return [
+        f"{name} has {lines} lines of code, {lines - allowed[name]} more than its budget of "
+        f"{allowed[name]} in pyproject.toml: take something out, or raise the budget in a commit "
+        "that says what the lines buy"
+        for name, lines in packages.items()
+        if lines > allowed[name]
+    ]
+
+
+def main() -> None:
+    folders, allowed = by_folder(), budgets()
+    packages = by_package(folders)
+    for folder, lines in sorted(folders.items(), key=lambda item: -item[1]):
+        print(f"{folder:16}{lines:8}")
+    print(f"\n{'package':16}{'lines':>8}{'budget':>8}")
+    for name, lines in packages.items():
+        print(f"{name:16}{lines:8}{allowed[name]:8}")
+    problems = over_budget(packages, allowed)
+    print(*problems, sep="\n")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()
