@@ -207,7 +207,8 @@ class PairSearch:
         exact: list[Pair] = []
         messages_before = self._num_messages
         for pair in finalists:
-            if not exact or self._num_messages - messages_before < self.max_messages:
+            spent = self._num_messages - messages_before
+            if not exact or spent < FINALISTS * self.max_messages:
                 backward_trial = self.backward[pair.save].exact(pair.backward)
                 exact.append(
                     pair._replace(forward=self.forward.exact(pair.forward), backward=backward_trial)
