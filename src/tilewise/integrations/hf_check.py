@@ -147,6 +147,8 @@ def refused_loss(model: nn.Module) -> str | None:
             check_model(model, loss=False)
         except ValueError:
             raise error from None
+        if adapted(model) and refused_loss(base_model(model)) is None:
+            raise  # an adapter is why: it adds to the loss, or to rows that labels alone show
         return str(error)
     return None
 
