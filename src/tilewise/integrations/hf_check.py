@@ -147,8 +147,8 @@ def refused_loss(model: nn.Module) -> str | None:
             check_model(model, loss=False)
         except ValueError:
             raise error from None
-        if adapted(model) and refused_loss(base_model(model)) is None:
-            raise  # an adapter is why: it adds to the loss, or to rows that labels alone show
+        if adapted(model) and refusal(type(base_model(model)), base_model(model).config) is None:
+            raise  # an adapter is why, such as AdaLoRA, which adds to the loss
         return str(error)
     return None
 
