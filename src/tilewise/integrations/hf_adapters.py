@@ -187,7 +187,7 @@ def _numbers(value: Any) -> bool:
 
 
 def _renamed(tokens: list[int]) -> list[int]:
-    """As many different tokens, of the smallest vocabulary."""
+    """Return as many different tokens, of the smallest vocabulary."""
     numbers = {token: FIRST_TOKEN + at for at, token in enumerate(dict.fromkeys(tokens))}
     return [numbers[token] for token in tokens]
 

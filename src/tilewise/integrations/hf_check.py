@@ -46,7 +46,7 @@ def base_model(model: nn.Module) -> Any:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """What torch.compile was given; other models as they are."""
+    """Return the model that torch.compile was given; other models as they are."""
     return model._modules.get("_orig_mod") or model
 
 
@@ -90,15 +90,18 @@ def check_model(model: nn.Module, *, numerical: bool = True, loss: bool = True) 
             output alone, the logits or hidden states.
     """
     model, base = uncompiled(model), base_model(model)
-    # FSDP2 gives a model a class made at run time.
-    bases = (c for c in type(base).__mro__ if not c.__module__.startswith("torch.distributed"))
     given = {"loss_function": getattr(base, "_loss_function", None), "loss": loss}
-    model_class = next(bases)
+    model_class = _class_of(base)
     for adapter in adapters(model, base) if numerical and configurations(model) else (None,):
         given["adapter"] = adapter
         error = refusal(model_class, base.config, numerical=numerical, **given)
         if error:
             raise ValueError(error)
+
+
+def _class_of(base: nn.Module) -> type:
+    """Return a model's class; FSDP2 gives a model one made at run time."""
+    return next(c for c in type(base).__mro__ if not c.__module__.startswith("torch.distributed"))
 
 
 def refuse_new_adapters(model: nn.Module, group: Any) -> None:
@@ -147,7 +150,8 @@ def refused_loss(model: nn.Module) -> str | None:
             check_model(model, loss=False)
         except ValueError:
             raise error from None
-        if adapted(model) and refusal(type(base_model(model)), base_model(model).config) is None:
+        base = base_model(model)
+        if adapted(model) and refusal(_class_of(base), base.config) is None:
             raise  # an adapter is why, such as AdaLoRA, which adds to the loss
         return str(error)
     return None

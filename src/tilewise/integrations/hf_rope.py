@@ -109,7 +109,7 @@ def _regime(config: Any, length: int) -> list[int | bool]:
 
 
 class _Images:
-    """What a model that counts positions of images was given, and what its text model gets.
+    """Inputs of a model that counts positions of images, and those that its text model gets.
 
     Attributes:
         text: the text model.

@@ -22,7 +22,7 @@ from tilewise.transport.nccl_groups import group_store
 
 
 class _Wait(NamedTuple):
-    """What a waiting rank says.
+    """The message that a waiting rank leaves for the others.
 
     Attributes:
         group: name of the group that it waits in.
