@@ -47,7 +47,7 @@ def base_model(model: nn.Module) -> Any:
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the model that torch.compile was given; other models as they are."""
-    return model._modules.get("_orig_mod") or model
+    return getattr(model, "_modules", {}).get("_orig_mod") or model
 
 
 def _check_kind(model: nn.Module) -> None:
@@ -56,8 +56,8 @@ def _check_kind(model: nn.Module) -> None:
 
     if isinstance(model, PreTrainedModel):
         return
-    inner = (item for item in model.named_modules() if isinstance(item[1], PreTrainedModel))
-    name, held = next(inner, ("", None))
+    named = model.named_modules() if isinstance(model, nn.Module) else ()
+    name, held = next((item for item in named if isinstance(item[1], PreTrainedModel)), ("", None))
     pass_it = f"; it holds one, model.{name} ({type(held).__name__}): pass that" * bool(name)
     raise ValueError(f"model ({type(model).__name__}) must be a model of transformers{pass_it}")
 
