@@ -101,6 +101,11 @@ class ContextParallel:
     ):
         if isinstance(mesh_or_group, DeviceMesh):
             mesh_or_group = _group_of(mesh_or_group)
+        if num_tokens is None and isinstance(mesh_or_group, int):
+            raise ValueError(
+                f"mesh_or_group ({mesh_or_group}) must be a group or a mesh, and num_tokens is "
+                f"missing; pass the number of tokens by its name: num_tokens={mesh_or_group}"
+            )
         if strategy != "auto" and not isinstance(strategy, Plan):
             raise ValueError(
                 f"strategy ({strategy!r}) must be 'auto' or a plan, such as tw.ring(8)"

@@ -252,3 +252,27 @@ def test_unshard_of_a_wrong_tensor_is_told_to_all_ranks(wrong: object):
 
     first, second = tw.loopback(2, on_rank)
     assert first == second and first.startswith("rank 1: ")
+
+
+@pytest.mark.parametrize(
+    "plan", [tw.ring(2), tw.all_gather(2), tw.ulysses(2)], ids=lambda x: x.name
+)
+def test_a_batch_of_no_entries_has_gradients_of_no_entries(plan: tw.Plan):
+    def on_rank(rank: int, group) -> tuple[int, ...]:
+        q, k, v = (torch.zeros(0, 4, 2, 8, requires_grad=True) for _ in range(3))
+        call = {"plan": plan, "layout": tw.contiguous(8, 2), "mask": tw.Causal(), "group": group}
+        tw.attention(q, k, v, **call).sum().backward()
+        assert q.grad is not None
+        return tuple(q.grad.shape)
+
+    assert tw.loopback(2, on_rank) == [(0, 4, 2, 8)] * 2
+
+
+def test_tokens_in_the_place_of_a_group_are_named():
+    with pytest.raises(ValueError, match=r"mesh_or_group \(60\) .* num_tokens=60"):
+        tw.ContextParallel(60)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_window_of_minus_one_says_what_is_unbounded():
+    with pytest.raises(ValueError, match=r"Window left \(-1\) .* None is unbounded"):
+        tw.Window(-1, 0)

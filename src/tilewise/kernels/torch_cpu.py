@@ -89,6 +89,7 @@ def _out_for_delta(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.zeros_like(dout)
         column = torch.div(delta, dout[..., 0], out=out[..., 0])
         share, _ = LEAST_DIVISORS[dout.dtype]
-        if torch.linalg.vector_norm(column, torch.inf).item() <= 1 / share:  # not if any is nan
+        # not if any is nan
+        if not column.numel() or torch.linalg.vector_norm(column, torch.inf).item() <= 1 / share:
             return dout, out
     return out_for_delta(dout, delta)

@@ -162,6 +162,8 @@ class Window(Mask):
             tokens = getattr(self, side)
             if tokens is None:
                 continue
+            if isinstance(tokens, int) and tokens == -1:
+                raise ValueError(f"Window {side} (-1) must be from 0 on; None is unbounded")
             object.__setattr__(self, side, whole_number(f"Window {side}", tokens, 0))
 
     def dense(self, q_positions: Any, k_positions: Any) -> NDArray[np.bool_]:
