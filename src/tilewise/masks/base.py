@@ -163,7 +163,7 @@ class Window(Mask):
             if tokens is None:
                 continue
             if isinstance(tokens, int) and tokens == -1:
-                raise ValueError(f"Window {side} (-1) must be from 0 on; None is unbounded")
+                raise ValueError(f"Window {side} (-1) must be at least 0; None is unbounded")
             object.__setattr__(self, side, whole_number(f"Window {side}", tokens, 0))
 
     def dense(self, q_positions: Any, k_positions: Any) -> NDArray[np.bool_]:
