@@ -13,7 +13,7 @@ from tilewise.arguments import require_known, require_range
 from tilewise.compiler.code import Code, listing
 from tilewise.compiler.draft import AttendTile, Draft
 from tilewise.compiler.facts import DEFAULT_TRAITS, CallTraits, CodeTraits, Facts
-from tilewise.compiler.passes import PASSES, naive, place
+from tilewise.compiler.passes import PASSES, latents, naive, place
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.plan.builder import MOST_STEPS, gc_paused
 
@@ -86,7 +86,8 @@ def pass_draft(facts: Facts, after: str | None = None) -> Draft:
     """
     draft = naive(facts)
     for name, improve in PASSES.items() if after != "naive" else ():
-        improve(draft, facts)
+        if facts.latent or improve is not latents:
+            improve(draft, facts)
         if name == after:
             break
     return draft

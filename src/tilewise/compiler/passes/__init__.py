@@ -34,4 +34,4 @@ PASSES: MappingProxyType[str, Callable[[Draft, Facts], None]] = MappingProxyType
 )
 """Between `naive` and `place`, in order."""
 
-__all__ = ["PASSES", "naive", "place"]
+__all__ = ["PASSES", "latents", "naive", "place"]

@@ -11,9 +11,10 @@ from tilewise.plan.payload import Field
 
 
 def latents(draft: Draft, facts: Facts) -> None:
-    """Write what makes keys and values of latents around the kernel calls that read these."""
-    if not facts.latent:
-        return
+    """Write what makes keys and values of latents around the kernel calls that read these.
+
+    It runs only where latents travel in place of keys and values.
+    """
     payload = facts.payload
     widths = ("k", payload.head_dim), ("v", payload.v_head_dim)
     old, draft.ops = draft.ops, []
