@@ -19,7 +19,7 @@ EXACT_RANKS = 64
 """Up to this many ranks, every rank is simulated by its own operations as it is pruned under a
 causal mask. Of more, one rank of each class is priced: ranks that are relabelled from one template,
 and of whose transfers the same ones are whole. Their tiles may lie in another order, so that a
-kernel call is cut otherwise: times differ by less than a hundredth."""
+kernel call is cut otherwise: times were at most 1.1 % from those of own operations."""
 
 Array = np.ndarray
 
