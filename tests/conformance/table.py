@@ -51,8 +51,13 @@ def _ulysses(n: int) -> Iterator[Plan]:
         yield tw.ulysses(degree, inner=tw.hierarchical(*rings))
 
 
-COMPOSED = {"hierarchical": _hierarchical, "ulysses": _ulysses}
-"""Strategies that run other plans: the table says which."""
+def _all_gather(n: int) -> Iterator[Plan]:
+    yield tw.all_gather(n)
+    yield tw.all_gather(n, moves="q")
+
+
+COMPOSED = {"hierarchical": _hierarchical, "ulysses": _ulysses, "all_gather": _all_gather}
+"""Strategies of which the table says which plans they are, such as those that run other plans."""
 
 
 def _plans(strategy: catalog.StrategyEntry, n: int) -> Iterator[Plan]:
@@ -63,7 +68,10 @@ def _plans(strategy: catalog.StrategyEntry, n: int) -> Iterator[Plan]:
 
 
 STRATEGIES = tuple(Strategy(s.name, partial(_plans, s)) for s in catalog.STRATEGIES)
-MASK_AWARE = tuple((strategy.name, strategy.make) for strategy in catalog.MASK_AWARE)
+MASK_AWARE = (
+    *((strategy.name, strategy.make) for strategy in catalog.MASK_AWARE),
+    ("needed of q", partial(tw.needed, moves="q")),
+)
 """Builders of a plan for one mask and one layout: (mask, layout) -> Plan."""
 
 

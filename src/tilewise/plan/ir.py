@@ -193,6 +193,23 @@ class BlockTuning(NamedTuple):
     known: tuple[Any, ...]
 
 
+class WholeRows(NamedTuple):
+    """The way to make a plan anew in which one tile of a rank has all that its rows meet.
+
+    Attributes:
+        make: (*known, side) -> Plan, a module's function, so that it can be pickled. Rows of side
+            are each computed by one rank, which gathers the rows of the other side.
+        known: what the plan was made of: values.
+    """
+
+    make: Callable[..., Plan]
+    known: tuple[Any, ...]
+
+    def plan(self, side: Side) -> Plan:
+        """The plan that computes whole rows of a side."""
+        return self.make(*self.known, side)
+
+
 class TeamExchange(NamedTuple):
     """A step in which the ranks of every team exchange with each other, and with nobody else.
 
@@ -229,6 +246,7 @@ class Traits(NamedTuple):
         tuning: how to make such a plan anew for heads; None: it is for any, or for its own.
         on_blocks: how to make a mask-aware plan anew for a layout of whole blocks; None: there is
             no such way.
+        whole_rows: how to make the plan anew so that it merges no results; None: it merges some.
         proven: tests prove what the strategy makes; any other plan is checked before it first runs.
         exchanges: steps that are exchanges of whole teams; a pruned plan keeps them.
     """
@@ -238,6 +256,7 @@ class Traits(NamedTuple):
     made_for: tuple[Hashable, Hashable] | None = None
     tuning: HeadTuning | None = None
     on_blocks: BlockTuning | None = None
+    whole_rows: WholeRows | None = None
     proven: bool = False
     exchanges: tuple[TeamExchange, ...] = ()
 

@@ -20,6 +20,7 @@ from tilewise.plan.ir import (
     TeamExchange,
     Traits,
     Transfer,
+    WholeRows,
     own_shards,
 )
 from tilewise.plan.payload import head_groups
@@ -106,9 +107,23 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
     tuning = inner.traits.tuning
     if tuning is not None:
         tuning = HeadTuning(_for_heads, (degree, tuning), tuning.kv_bytes)
-    traits = Traits(shifts, head_split=split, tuning=tuning, proven=proven, exchanges=exchanges)
+    whole_rows = None
+    if one_inner_rank or inner.traits.whole_rows is not None:
+        whole_rows = WholeRows(_whole_rows, (degree, inner.traits.whole_rows))
+    traits = Traits(
+        shifts,
+        head_split=split,
+        tuning=tuning,
+        proven=proven,
+        exchanges=exchanges,
+        whole_rows=whole_rows,
+    )
     plan_arguments = {"script": script, "default_save": save, "traits": traits}
     return Plan(name, n, degree, own_shards(n), **plan_arguments)
+
+
+def _whole_rows(degree: int, inner: WholeRows | None, side: Side) -> Plan:
+    return ulysses(degree, None if inner is None else inner.plan(side))
 
 
 def _for_heads(degree: int, tuning: HeadTuning, num_heads: int, num_kv_heads: int) -> Plan:
