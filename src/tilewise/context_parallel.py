@@ -32,13 +32,12 @@ from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import given_kernel
 from tilewise.layouts.balanced import default_layout
 from tilewise.layouts.layout import Layout
-from tilewise.layouts.whole_blocks import whole_blocks
 from tilewise.masks.base import Document, Full, Mask
 from tilewise.plan.ir import Plan
 from tilewise.strategies.ring import ring
-from tilewise.tokens.blocks import GradientSums, block_edges, run_by_blocks, sum_gradients
 from tilewise.tokens.conv import causal_conv1d
 from tilewise.tokens.gather import gather_by, gathers_in_stages
+from tilewise.tokens.gradients import GradientTerms, OwnGradients, sum_gradients
 from tilewise.tokens.joint import owned_rows
 from tilewise.tokens.moves import gather_moves, halo_moves, relayout_moves, roll_moves
 from tilewise.tokens.pieces import Piece, few_pieces, pieces_of
@@ -46,7 +45,7 @@ from tilewise.tokens.relaid import relaid
 from tilewise.tokens.rows import move_rows, row_fields
 from tilewise.tokens.scan import scan
 from tilewise.transport.agreement import settled
-from tilewise.transport.means import mean_over_ranks
+from tilewise.transport.means import FAST_SUM, mean_over_ranks
 from tilewise.transport.resolve import Group, transport_for
 from tilewise.wires.wire import AnyWire, latent_of, wires_of
 from tilewise.workload import Workload
@@ -121,7 +120,9 @@ class ContextParallel:
         if layout is None:
             layout = default_layout(self.mask, num_tokens, self.world_size)
             if reduction == "canonical":
-                layout = whole_blocks(layout, block_edges(num_tokens))
+                from tilewise.exact.by_blocks import whole_layout
+
+                layout = whole_layout(layout)
         self._layouts = self._checked_layouts(num_tokens, layout, attention_layout)
         if machine is not None:
             from tilewise.simulation.machine import Machine
@@ -135,7 +136,12 @@ class ContextParallel:
         self._plan = strategy if isinstance(strategy, Plan) else None
         self._backward_plan: Plan | None = None
         self._for_one_mask = False
-        self._gradient_sums = GradientSums()
+        self._gradients: GradientTerms = OwnGradients()
+        self._addition = FAST_SUM
+        if reduction == "canonical":
+            from tilewise.exact.by_blocks import EXACT_SUM, GradientSums
+
+            self._gradients, self._addition = GradientSums(), EXACT_SUM
 
     def __repr__(self) -> str:
         plan = "auto" if self._plan is None else self._plan.name
@@ -447,8 +453,7 @@ class ContextParallel:
         Raises:
             ValueError: the same on every rank, if one rank's arguments are no such numbers.
         """
-        exact = self.reduction == "canonical"
-        return mean_over_ranks(losses, count, transport_for(self.group), exact)
+        return mean_over_ranks(losses, count, transport_for(self.group), self._addition)
 
     def by_blocks(self, module: torch.nn.Module, *inputs: Tensor, dim: int = 0) -> Any:
         """Run a layer that treats each token by itself: a linear layer, a norm, an MLP, a head.
@@ -471,8 +476,10 @@ class ContextParallel:
         """
         if self.reduction == "fast":
             return module(*inputs)
+        from tilewise.exact.by_blocks import run_by_blocks
+
         transport = transport_for(self.group)
-        return run_by_blocks(module, inputs, self.layout, transport, self._gradient_sums, dim)
+        return run_by_blocks(module, inputs, self.layout, transport, self._gradients, dim)
 
     def sum_gradients(self, module: torch.nn.Module) -> None:
         """Give every parameter of a module the sum of all ranks' gradients, the same on all ranks.
@@ -488,8 +495,7 @@ class ContextParallel:
             ValueError: the same on every rank, if the ranks' parameters differ, or with "canonical"
                 one has a gradient that by_blocks did not make.
         """
-        sums = self._gradient_sums if self.reduction == "canonical" else None
-        sum_gradients(module, transport_for(self.group), sums)
+        sum_gradients(module, transport_for(self.group), self._gradients)
 
     # The overloads say what is returned; help() and a test know the options by name.
     @overload

@@ -1,7 +1,7 @@
 """The workload, and the bytes that a plan moves for it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -21,20 +21,16 @@ from tilewise.arguments import (
     require_known,
     whole_number,
 )
-from tilewise.compiler.canonical_check import check_codes, check_moves
 from tilewise.compiler.code import Code
 from tilewise.compiler.codegen import CallTraits, pass_code
-from tilewise.compiler.exact_wires import check_exact_wires
 from tilewise.compiler.pruning import everything_needed
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
-from tilewise.compiler.row_code import row_code
-from tilewise.compiler.row_moves import RowMoves, leaf_moves, share_moves
+from tilewise.compiler.row_moves import share_moves
 from tilewise.layouts.joint import joint
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
-from tilewise.layouts.leaves import leaf_layouts
 from tilewise.masks.base import Full, Mask
 from tilewise.plan.ir import Item, Plan, find_symmetry
-from tilewise.plan.payload import accumulator, head_groups
+from tilewise.plan.payload import head_groups
 from tilewise.plan.shifts import Symmetry, absolute
 from tilewise.wires.wire import AnyWire, Wires, plain_wires, wires_of
 
@@ -85,8 +81,7 @@ class Workload:
         max_logit: attention is to return the largest scores, which travel with partial results.
         wire: as attention takes it; a Latent needs its width. A lone Plain becomes wire_dtype, and
             any other the tw.wire.Wires that it stands for.
-        reduction: as attention takes it. Of "canonical" layouts are those of whole leaves, and rows
-            that move there and back are counted.
+        reduction: as attention takes it.
         save: "replay" the operands' transfers in backward, or keep them "gathered"; None: as the
             plan prefers (ulysses alone keeps them, all others replay).
     """
@@ -124,8 +119,6 @@ class Workload:
                 raise ValueError(f"{shown} is more than any memory holds, {MOST_NUMBERS}")
         if wires.latent is not None:
             wires.latent.check(self.num_kv_heads, *self.widths, wires.latent.width)
-        if self.canonical:
-            check_exact_wires(wires, self.dtype)
         self.mask.check_tokens(self.num_tokens)
         head_groups(self.num_heads, self.num_kv_heads, 1)
         if isinstance(self.layout, Layout) and self.layout.num_tokens != self.num_tokens:
@@ -160,9 +153,9 @@ class Workload:
         return wires_of(self.wire).resolved(self.dtype)
 
     @property
-    def canonical(self) -> bool:
-        """True if the reduction is canonical."""
-        return self.reduction == "canonical"
+    def strategies(self) -> tuple[str, ...] | None:
+        """Names of the strategies that serve the reduction; None: all do."""
+        return None if self.reduction == "fast" else ("all_gather", "needed", "ulysses")
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -192,46 +185,6 @@ class Workload:
             return self.layout
         return dict(LAYOUTS)[self.layout](self.num_tokens, world_size)
 
-    def computed_layout(self, world_size: int) -> Layout:
-        """The layout under which attention is computed: of whole leaves, if it must be."""
-        layout = self.layout_for(world_size)
-        if not self.canonical:
-            return layout
-        layout = layout.owned
-        return leaf_layouts(self.mask, layout, layout, self.num_heads // self.num_kv_heads)[0]
-
-    def moves_of_leaves(self, plan: Plan) -> tuple[RowMoves, RowMoves] | None:
-        """The moves of rows to the ranks that have their leaves, and back; None: they are there."""
-        layout = self.layout_for(plan.world_size).owned
-        leaves = self.computed_layout(plan.world_size) if self.canonical else layout
-        return None if leaves == layout else leaf_moves(layout, leaves)
-
-    def leaf_row_bytes(self, plan: Plan) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Bytes of a row that moves to the rank that has its leaf, and of its results, by pass.
-
-        Forward q, k, v, then out and lse; backward these, dout and dlse, then dq, dk, dv.
-        """
-        width, v_width = self.widths
-        size, statistic = ITEM_BYTES(self.dtype), ITEM_BYTES(accumulator(self.dtype))
-        q, out = (0 if plan.replicated_queries else self.num_heads * w for w in (width, v_width))
-        kv, lse = self.num_kv_heads * (width + v_width), statistic * bool(q) * self.num_heads
-        largest = lse * self.max_logit
-        forward = (q + kv) * size, out * size + lse + largest
-        return forward, ((q + kv + 2 * out) * size + 2 * lse, (q + kv) * size)
-
-    def leaf_bytes(self, plan: Plan) -> Volume:
-        """Bytes that each rank sends of such rows and their results."""
-        moves, ranks = self.moves_of_leaves(plan), range(plan.world_size)
-        if moves is None:
-            return Volume((0,) * len(ranks), (0,) * len(ranks))
-        rows = [[move.rows_sent(rank) for rank in ranks] for move in moves]
-        return Volume(
-            *(
-                tuple(a * x + b * y for x, y in zip(*rows, strict=True))
-                for a, b in self.leaf_row_bytes(plan)
-            )
-        )
-
     def shared_bytes(self, plan: Plan) -> Volume:
         """Bytes of out that each rank sends to all others, and of dout that it sends back.
 
@@ -248,7 +201,7 @@ class Workload:
         """The call on a number of ranks."""
         return CallShape(
             self.mask,
-            self.computed_layout(world_size),
+            self.layout_for(world_size),
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
@@ -257,8 +210,6 @@ class Workload:
             self.save,
             v_head_dim=self.v_head_dim,
             max_logit=self.max_logit,
-            canonical=self.canonical,
-            given_layout=self.layout_for(world_size),
         )
 
     @checks_arguments
@@ -276,7 +227,12 @@ class Workload:
                 f"{back.name} is for {back.world_size} ranks, {plan.name} for {plan.world_size}; "
                 "make both for the same number"
             )
-        return resolve_passes(self.call_shape(plan.world_size), plan, backward_plan)
+        shape = self.call_shape(plan.world_size)
+        if self.reduction == "fast":
+            return resolve_passes(shape, plan, backward_plan)
+        from tilewise.exact.passes import exact_passes
+
+        return exact_passes(shape, plan, backward_plan)
 
 
 @checks_arguments
@@ -289,8 +245,8 @@ def volume(plan: Plan, work: Workload, backward_plan: Plan | None = None) -> Vol
     passes, shared = work.resolve(plan, backward_plan), work.shared_bytes(plan)
     return Volume(
         *(
-            tuple(map(sum, zip(_sent(one), *more, strict=True)))
-            for one, *more in zip(passes, shared, work.leaf_bytes(plan), strict=True)
+            tuple(map(sum, zip(more, *map(_sent, one.parts), strict=True)))
+            for one, more in zip(passes, shared, strict=True)
         )
     )
 
@@ -363,50 +319,6 @@ def plan_code(plan: Plan, work: Workload, rank: int, backward: bool = False) -> 
         ValueError: if plan, workload and rank do not fit each other.
     """
     return _code(work.resolve(plan), rank, backward)
-
-
-@checks_arguments
-def check_canonical(
-    plan: Plan,
-    work: Workload,
-    backward_plan: Plan | None = None,
-    *,
-    codes: tuple[Sequence[Code], Sequence[Code]] | None = None,
-) -> None:
-    """Return None if a plan's results have the same bits at any split, gradients too.
-
-        tw.ring(4).check_canonical(work)            # of a workload with reduction="canonical"
-
-    The codes of all ranks are run on terms instead of numbers: each row must have the terms that
-    mask, layout and leaves give it, each once, added in a way that shows no order.
-
-    Args:
-        plan: of both passes, or of the forward pass.
-        backward_plan: None: plan.
-        codes: of all ranks, in order, of the forward and of the backward pass; None: those that
-            `plan.code` gives.
-    Raises:
-        CanonicalError: if some rows depend on the split, as all do with reduction="fast"; .faults
-            says which, and why.
-        ValueError: if plan and workload do not fit each other.
-    """
-    passes = work.resolve(plan, backward_plan)
-    forward, backward = codes or (
-        [_code(passes, rank, is_backward) for rank in range(plan.world_size)]
-        for is_backward in (False, True)
-    )
-    shape = work.call_shape(plan.world_size)
-    check_codes(forward, backward, shape, replicated_queries=plan.replicated_queries)
-    layout, leaves = work.layout_for(plan.world_size).owned, shape.layout
-    there_and_back = work.moves_of_leaves(plan)
-    if there_and_back is not None:
-        for moves, layouts in zip(
-            there_and_back, ((layout, leaves), (leaves, layout)), strict=True
-        ):
-            moved = [
-                row_code(moves, rank, (1, 1, 1), work.dtype) for rank in range(plan.world_size)
-            ]
-            check_moves(moved, layouts)
 
 
 def _code(passes: tuple[ResolvedPass, ResolvedPass], rank: int, backward: bool) -> Code:

@@ -8,12 +8,12 @@ import torch
 from conformance.bits import Case, alone, assert_same, results
 from hypothesis import given
 from hypothesis import strategies as st
-from support.drawn_calls import DrawnCall, calls
+from support.drawn_calls import DrawnCall, exact_calls
 from support.fuzzing import examples
 
 import tilewise as tw
 
-MOST_TOKENS = 300  # several leaves
+MOST_TOKENS = 300  # several blocks
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -24,7 +24,6 @@ def cases(draw: st.DrawFn, call: DrawnCall) -> Case:
     for name, values in (
         ("softcap", st.floats(0.2, 20.0)),
         ("softmax_scale", st.floats(0.05, 3.0)),
-        ("kernel", st.just("reference")),
         ("return_max_logit", st.just(True)),
         ("bias", st.just(tw.alibi([2.0**-i for i in range(call.num_heads)]))),
     ):
@@ -43,7 +42,7 @@ def cases(draw: st.DrawFn, call: DrawnCall) -> Case:
 
 
 @examples(0.5)
-@given(data=st.data(), call=calls(replicated_queries=False, most_tokens=MOST_TOKENS))
+@given(data=st.data(), call=exact_calls(most_tokens=MOST_TOKENS))
 def test_any_canonical_call_has_the_bits_of_one_rank(data: st.DataObject, call: DrawnCall):
     case = data.draw(cases(call), "case")
     save = data.draw(st.sampled_from((None, "replay", "gathered")), "save")

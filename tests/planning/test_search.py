@@ -49,9 +49,9 @@ def test_what_is_found_for_a_canonical_workload_is_proven():
     mask = tw.Causal() & tw.Document([0, 200, 500])
     work = tw.Workload(500, 4, 2, 8, "float32", mask=mask, reduction="canonical")
     found = tw.search(work, CLUSTERS["nodes"], world_size=4)
-    assert len(found) > 3
+    assert {"all_gather", "needed"} < {candidate.strategy for candidate in found}
     for candidate in found:
-        assert candidate.work.canonical
+        assert candidate.work.reduction == "canonical"
         candidate.plan.check_canonical(candidate.work, candidate.backward_plan)
         assert nearest_settings(candidate) == ()  # other libraries have none
 

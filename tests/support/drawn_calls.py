@@ -95,6 +95,19 @@ def calls(
     return DrawnCall(plan, layout, mask, *pair, *widths)
 
 
+@st.composite
+def exact_calls(draw: st.DrawFn, *, most_tokens: int = MOST_TOKENS) -> DrawnCall:
+    """Any plan that serves a canonical reduction."""
+    call = draw(calls(replicated_queries=False, most_tokens=most_tokens))
+    n, layout, mask = call.layout.world_size, call.layout, call.mask
+    plans = [tw.all_gather(n), tw.needed(mask, layout)]
+    if n % 2 == 0:
+        plans.append(tw.needed(mask, layout, node_size=2))
+    shared = [d for d in range(1, n + 1) if n % d == 0 == call.num_kv_heads % d]
+    plans += [tw.ulysses(d, inner=tw.all_gather(n // d) if d < n else None) for d in shared]
+    return call._replace(plan=draw(st.sampled_from(plans)))
+
+
 def groups_fit(plan: tw.Plan, num_heads: int, num_kv_heads: int) -> bool:
     """Whether a plan's head groups can share these heads."""
     return plan.num_head_groups in degrees(plan.num_head_groups, num_heads, num_kv_heads)

@@ -21,10 +21,20 @@ TOKENS, HEADS, KV_HEADS = 100, 4, 2
 NAMES = "out", "lse", "dq", "dk", "dv"
 DOCUMENTS = tw.Causal() & tw.Document([0, 70, TOKENS])
 CASES: dict[str, tuple[tw.Plan, tw.Layout, torch.dtype, dict[str, Any]]] = {
-    "ring": (tw.ring(3), tw.zigzag(TOKENS, 3), torch.float32, {"mask": DOCUMENTS}),
-    "queries": (tw.ring(2, moves="q"), tw.striped(TOKENS, 2), torch.float32, {"softcap": 2.0}),
+    "keys": (tw.all_gather(3), tw.zigzag(TOKENS, 3), torch.float32, {"mask": DOCUMENTS}),
+    "needed": (
+        tw.needed(tw.Causal(), tw.striped(TOKENS, 2)),
+        tw.striped(TOKENS, 2),
+        torch.float32,
+        {"softcap": 2.0},
+    ),
     "heads": (tw.ulysses(2), tw.striped(TOKENS, 2), torch.float16, {}),
-    "mesh": (tw.mesh(4, q_tile=2), tw.zigzag(TOKENS, 4), torch.float16, {"mask": tw.Full()}),
+    "both": (
+        tw.ulysses(2, tw.all_gather(2)),
+        tw.zigzag(TOKENS, 4),
+        torch.float16,
+        {"mask": tw.Full()},
+    ),
     "dropout": (
         tw.all_gather(2),
         tw.contiguous(TOKENS, 2),
@@ -60,7 +70,7 @@ def found(
     make = torch.Generator().manual_seed(0)
     heads = HEADS, KV_HEADS, KV_HEADS, HEADS
     tensors = [torch.randn(TOKENS, h, 20, generator=make).to(device, dtype) for h in heads]
-    alone = tw.ring(1), tw.contiguous(TOKENS, 1)
+    alone = tw.all_gather(1), tw.contiguous(TOKENS, 1)
     expected = results(*alone, tensors, options)
     split = results(plan, layout, tensors, options)
     exact = {**options, "kernel": "reference", "reduction": "fast"}

@@ -230,7 +230,7 @@ def test_a_canonical_reduction_keeps_its_bits_through_a_relayout():
             mask=tw.Causal(),
             layout=layout,
             attention_layout=within,
-            strategy=tw.ring(layout.world_size),
+            strategy=tw.all_gather(layout.world_size),
             reduction="canonical",
         )
         q, k, v = (cp.shard(y).clone().requires_grad_() for y in x[:3])

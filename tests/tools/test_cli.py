@@ -134,22 +134,25 @@ def test_the_code_of_a_rank_has_the_widths_and_wire_that_are_asked_for():
     assert sent[0] == 2 * 8 * 2 * 16 * 4 and 0 < sent[1] < sent[0]
 
 
-def test_show_checks_a_plan_and_proves_a_canonical_one():
+def test_show_checks_a_plan_and_the_codes_of_a_canonical_one():
     size = "--num-tokens", "200", "--mask", "causal", "--heads", "4:2", "--head-dim", "8"
-    fast = tilewise("show", "ring(4)", "--check", *size)
-    assert fast.stdout == "ring(4, moves='kv'): every pair is computed once\n"
-    same = tilewise("show", "ring(4)", "--check", *size, "--reduction", "canonical")
+    fast = tilewise("show", "all_gather(4)", "--check", *size)
+    assert fast.stdout == "all_gather(4): every pair is computed once\n"
+    same = tilewise("show", "all_gather(4)", "--check", *size, "--reduction", "canonical")
     assert same.stdout == fast.stdout[:-1] + (", and every result has the same bits at any split\n")
+    refused = tilewise("show", "ring(4)", "--check", *size, "--reduction", "canonical")
+    assert refused.exit_code != 0 and "served by all_gather, needed, ulysses" in refused.stderr
 
 
-def test_a_planners_file_of_a_canonical_plan_is_proven(tmp_path: Path):
+@pytest.mark.parametrize("mask", ["causal", "causal & window(100, 0)"])
+def test_a_planners_file_of_a_canonical_plan_is_checked(tmp_path: Path, mask: str):
     path = str(tmp_path / "plan.json")
     words = "--num-tokens", "1K", "--heads", "4:2", "--head-dim", "16", "--reduction", "canonical"
-    found = tilewise("plan", "--world-size", "4", *words, "-o", path)
+    found = tilewise("plan", "--world-size", "4", *words, "--mask", mask, "-o", path)
     assert found.exit_code == 0
     assert ", canonical " in " ".join(found.stdout.split())
     assert "does nearest" not in found.stdout
-    assert tw.load_candidate(path).work.canonical
+    assert tw.load_candidate(path).work.reduction == "canonical"
     assert "the same bits at any split" in tilewise("show", path, "--check").stdout
 
 

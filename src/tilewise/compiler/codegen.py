@@ -10,6 +10,8 @@ it adds, what becomes a partial result without a copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial as partial_of
+from functools import reduce
 from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
@@ -49,6 +51,7 @@ from tilewise.compiler.code import (
     packed_ranges,
 )
 from tilewise.compiler.head_exchange import HeadExchange, as_one_shard, head_exchange
+from tilewise.compiler.joined import joined
 from tilewise.compiler.lowering import Part, lower
 from tilewise.compiler.placement import Departures, placed
 from tilewise.compiler.program import (
@@ -153,10 +156,14 @@ def pass_code(
     """
     require_range("rank", rank, 0, passes[0].plan.world_size - 1)
     with gc_paused():
-        if not backward or not passes[1].payload.saved:
-            return _Generator(passes[backward], rank, call, traits).code()
-        forward = _Generator(passes[0], rank, call._replace(keep=True), traits).code()
-        return _Generator(passes[1], rank, call, traits, forward).code()
+        codes: list[Code] = []
+        for part in passes[backward].parts:
+            forward = None
+            if part.payload.saved:
+                forward = _Generator(passes[0], rank, call._replace(keep=True), traits).code()
+            codes.append(_Generator(part, rank, call, traits, forward).code())
+        departs = Departures(traits.sends_in_flight, not traits.receives_ahead)
+        return reduce(partial_of(joined, departs), codes)
 
 
 class Held(NamedTuple):
@@ -631,7 +638,7 @@ class _Generator:
     ):
         self._rank, self._call, self._forward = rank, call, forward
         self._traits, self._batch = traits, call.batch
-        plan, mask, layouts, groups, payload = resolved
+        plan, mask, layouts, groups, payload, _ = resolved
         pruned = resolved.pruned if call.prune else plan
         self._plan, self._payload, self._groups = pruned, payload, groups
         self._layouts = layouts
@@ -648,7 +655,8 @@ class _Generator:
         else:
             self._tile_layouts = layouts
         self._partials = _Partials(self._code, self._packing, payload, self._tile_layouts)
-        self._table = TileCalls(self._tile_layouts, mask, groups, traits.cut)
+        cut = CallStyle(whole_rows=True) if payload.whole_rows else traits.cut
+        self._table = TileCalls(self._tile_layouts, mask, groups, cut)
         self._known_calls = _known_calls(pruned, rank, self._table)
         self._keeps = call.keep and not payload.backward
         self._known_pairs = _known_pairs(pruned, rank, self._table)
@@ -1230,22 +1238,25 @@ class _Generator:
         backward, latent = self._payload.backward, self._payload.wires.latent is not None
         names = ("q", "dout", "lse", "delta") if backward else ("q",)
         queries, *rest = self._gathered(q, q_parts, names, q_heads)
-        places = self._places(parts) if self._call.places or latent else None
+        placed = self._call.places or self._payload.whole_rows
+        places = self._places(parts) if placed or latent else None
         if latent:
             keys = self._expanded(parts, kv, places)
         else:
             keys = tuple(self._gathered(kv, k_parts, ("k", "v"), kv_heads))
         rows = self._code.shape(queries)[0], self._code.shape(keys[0])[0]
-        first, after_q = self._partials.result(Side.Q, q_parts, q_heads, rows[0])
-        results, after = (first,), [after_q]
-        if backward:
-            pulled = keys if latent else ()
-            second, after_k = self._partials.result(Side.KV, k_parts, kv_heads, rows[1], pulled)
-            results, after = (first, second), [after_q, after_k]
-        kernel_places = places if self._call.places else None
-        self._code.add(Attend(call, (queries, *keys, *rest), results, kernel_places))
-        for merge in after:
-            merge()
+        results: list[Result] = []
+        after: list[After] = []
+        for side, part, heads in ((Side.Q, q_parts, q_heads), (Side.KV, k_parts, kv_heads)):
+            if self._payload.results(side):
+                pulled = keys if latent and side is Side.KV else ()
+                result, merge = self._partials.result(side, part, heads, rows[side], pulled)
+                results.append(result)
+                after.append(merge)
+        kernel_places = places if placed else None
+        self._code.add(Attend(call, (queries, *keys, *rest), tuple(results), kernel_places))
+        for add in after:
+            add()
 
     def _gathered(
         self,

@@ -28,7 +28,7 @@ from tilewise.plan.ir import (
     Transfer,
 )
 from tilewise.plan.kept import kept_with_plan
-from tilewise.plan.row_ranges import ALL, union, whole_or
+from tilewise.plan.row_ranges import ALL, count_rows, union, whole_or
 
 
 def shard_layouts(
@@ -122,6 +122,23 @@ def table_cells(
 ) -> Mapping[tuple[int, int], Cell]:
     """The non-empty (query shard, KV shard) cells, kept with the plan."""
     return cells(mask, q_layout, kv_layout)
+
+
+@kept_with_plan(2)
+def every_row_meets(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) -> bool:
+    """Return whether each query sees some key, and some query sees each key."""
+    if everything_needed(mask, q_layout, kv_layout):
+        return True
+    table = table_cells(plan, mask, q_layout, kv_layout)
+    rows: tuple[dict[int, Rows], dict[int, Rows]] = ({}, {})
+    for (q, kv), cell in table.items():
+        rows[0][q] = union(rows[0].get(q, ()), cell.q_rows)
+        rows[1][kv] = union(rows[1].get(kv, ()), cell.k_rows)
+    return all(
+        count_rows(of_side.get(shard, ())) == size
+        for of_side, layout in zip(rows, (q_layout, kv_layout), strict=True)
+        for shard, size in enumerate(layout.sizes)
+    )
 
 
 Reads = Callable[[tuple[int, int]], tuple[Rows, Rows] | None]

@@ -1,16 +1,20 @@
 """A plan meets a call: what attention, volume, the simulator and the reports all start from."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from tilewise.compiler.checker import check_before_run
-from tilewise.compiler.finished_results import finished_early
-from tilewise.compiler.pruning import check_made_for, prune_shards, shard_layouts
+from tilewise.compiler.pruning import (
+    check_made_for,
+    every_row_meets,
+    prune_shards,
+    shard_layouts,
+)
 from tilewise.layouts.layout import Layout
-from tilewise.layouts.leaves import edges_of_sides, leaf_edges
-from tilewise.layouts.whole_blocks import split_blocks
 from tilewise.masks.base import Mask
-from tilewise.plan.ir import Plan, Side, Transfer
+from tilewise.plan.ir import Plan, Transfer
 from tilewise.plan.payload import HeadGroups, Payload, check_gathered, head_groups, saving
 from tilewise.plan.row_ranges import count
 from tilewise.wires.wire import Wires
@@ -23,8 +27,6 @@ class CallShape(NamedTuple):
         q_positions: the replicated queries' global positions; default the last token.
         v_head_dim: of v if it differs from that of q and k.
         max_logit: the largest scores are asked for.
-        canonical: results are not to depend on how they are split: layouts are of whole leaves.
-        given_layout: of a canonical call, before rows move to whole leaves; None: layout.
     """
 
     mask: Mask
@@ -39,33 +41,46 @@ class CallShape(NamedTuple):
     q_positions: Sequence[int] | None = None
     v_head_dim: int | None = None
     max_logit: bool = False
-    canonical: bool = False
-    given_layout: Layout | None = None
 
     def payload(self, num_head_groups: int) -> Payload:
         """Return what travels forward where heads are cut into so many groups."""
         sizes = head_groups(self.num_heads, self.num_kv_heads, num_head_groups).size
         widths = self.head_dim, self.v_head_dim or self.head_dim
         dtype, wires = self.dtype, self.wires
-        extras = {"max_logit": self.max_logit, "canonical": self.canonical}
-        return Payload(False, *sizes, *widths, dtype, wires, **extras)
+        return Payload(False, *sizes, *widths, dtype, wires, max_logit=self.max_logit)
 
 
 class ResolvedPass(NamedTuple):
     """One pass of a call: its plan for the heads, its shards' tokens, and what travels.
 
     `resolve_passes` makes it, so that no plan runs without having been tuned and checked.
+
+    Attributes:
+        then: the pass that follows in the same direction, and computes what is left.
     """
 
-    plan: Plan  # made for the heads, not pruned; canonical results are finished before they travel
+    plan: Plan  # made for the heads, not pruned
     mask: Mask
     layouts: tuple[Layout, Layout]  # the query and the KV shards' tokens
     groups: HeadGroups
     payload: Payload
+    then: ResolvedPass | None = None
+
+    @property
+    def parts(self) -> tuple[ResolvedPass, ...]:
+        """The pass, and those that follow it in the same direction, in order."""
+        return (self,) if self.then is None else (self, *self.then.parts)
 
     @property
     def pruned(self) -> Plan:
-        """The plan without what the mask makes needless; it is kept with the plan."""
+        """The plan without what the mask makes needless; it is kept with the plan.
+
+        Whole rows return to their homes as they are: where heads are exchanged and some row meets
+        none, nothing is left out.
+        """
+        whole = self.payload.whole_rows and self.groups.groups > 1
+        if whole and not every_row_meets(self.plan, self.mask, *self.layouts):
+            return self.plan
         return prune_shards(self.plan, self.mask, self.layouts)
 
     def transfer_bytes(self, transfer: Transfer) -> int:
@@ -108,20 +123,12 @@ def resolve_passes(
         check_gathered(forward.plan, backward.plan)
     payload = backward.payload._replace(backward=True, saved=gathered)
     passes = forward, backward._replace(payload=payload)
-    if not call.canonical:
-        return passes
-    _check_whole_leaves(passes)
-    forward, backward = (one._replace(plan=finished_early(one.plan, one.groups)) for one in passes)
-    return forward, backward
+    return passes
 
 
 def _resolved(call: CallShape, plan: Plan) -> ResolvedPass:
     """The plan's forward pass."""
     heads = call.num_heads, call.num_kv_heads
-    if call.canonical and plan.traits.on_blocks is not None:
-        check_made_for(plan, call.mask, call.given_layout or call.layout)
-        edges = leaf_edges(call.mask, call.layout.num_tokens, call.num_heads // call.num_kv_heads)
-        plan = plan.on_blocks(call.mask, call.layout, edges)
     plan = plan.tuned(*heads)
     check_made_for(plan, call.mask, call.layout)
     layouts = shard_layouts(plan, call.layout, call.kv_layout, call.q_positions)
@@ -129,22 +136,3 @@ def _resolved(call: CallShape, plan: Plan) -> ResolvedPass:
         raise ValueError(f"{plan.name} is for one layout of q, k and v; leave out kv_layout")
     groups = head_groups(*heads, plan.num_head_groups)
     return ResolvedPass(plan, call.mask, layouts, groups, call.payload(plan.num_head_groups))
-
-
-def _check_whole_leaves(passes: tuple[ResolvedPass, ResolvedPass]) -> None:
-    """Refuse plans whose shards split a leaf: parts of it would be computed apart."""
-    for resolved in passes:
-        layouts, groups = resolved.layouts, resolved.groups
-        tokens = layouts[0].num_tokens, layouts[1].num_tokens
-        edges = edges_of_sides(resolved.mask, tokens, groups.num_heads // groups.num_kv_heads)
-        for side, layout in zip(Side, layouts, strict=True):
-            if side is Side.Q and resolved.plan.replicated_queries:
-                continue  # every rank has the same rows
-            split = split_blocks(layout, edges[side])
-            if split:
-                start, stop = edges[side][split[0] : split[0] + 2]
-                raise ValueError(
-                    f"{resolved.plan.name} splits the {side.name.lower()} leaf of tokens {start} "
-                    f"to {stop - 1}, and {len(split) - 1} more, over several shards, so their "
-                    "results would depend on it; take a plan of whole shards, or reduction='fast'"
-                )

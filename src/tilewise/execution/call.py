@@ -14,7 +14,6 @@ from torch import Tensor
 from tilewise.arguments import DtypeName, Reduction, Save, Validate, require_type
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.resolved import ResolvedPass
-from tilewise.compiler.row_moves import RowMoves
 from tilewise.execution.expansion import Expansion
 from tilewise.execution.sinks import TensorKind
 from tilewise.kernels.bias import Alibi
@@ -178,8 +177,6 @@ class ResolvedCall(NamedTuple):
         plan_numbers: which of plans is that of each pass; None: it is there.
         number: of the forward pass among the group's calls, the same on all ranks; None: not known.
         expansion: of latents, if k and v are made of some.
-        q_leaves, kv_leaves: how rows reach the ranks that have their leaves whole, and how they
-            return, under a canonical reduction; None: they are there.
         kept: what is made once for all calls that resolve to this; None: nothing is kept.
     """
 
@@ -189,8 +186,6 @@ class ResolvedCall(NamedTuple):
     kernel: Kernel
     number: int | None = None
     expansion: Expansion | None = None
-    q_leaves: tuple[RowMoves, RowMoves] | None = None
-    kv_leaves: tuple[RowMoves, RowMoves] | None = None
     kept: KeptForCalls | None = None
     plans: tuple[Plan, ...] = ()
     plan_numbers: tuple[int | None, int | None] = (None, None)
@@ -214,9 +209,9 @@ class ResolvedCall(NamedTuple):
         return self._replace(bare_passes=tuple(bare), plan_numbers=tuple(numbers))
 
     @property
-    def canonical(self) -> bool:
-        """True if results do not depend on how they were split."""
-        return self.bare_passes[0].payload.canonical
+    def whole_rows(self) -> bool:
+        """True if each row of a result is computed by one rank, in one call."""
+        return self.bare_passes[0].payload.whole_rows
 
     @property
     def learns(self) -> bool:

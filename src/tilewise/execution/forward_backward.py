@@ -1,37 +1,25 @@
 """The two passes of one checked call on this rank: tensors in, its code run, tensors out."""
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from tilewise.compiler.codegen import CallTraits, CodeTraits, pass_code
 from tilewise.compiler.rank_plan import PassKind, RankPlan
-from tilewise.compiler.row_moves import RowMoves
 from tilewise.execution.call import ResolvedCall
-from tilewise.execution.row_moves import moved
 from tilewise.execution.run import BoundCode, Pass
 from tilewise.execution.workspace import WorkspacePool
 from tilewise.kernels.bias import DenseBias
-from tilewise.kernels.binned import folded, rounded
-from tilewise.kernels.canonical import row_sum, sink_sums
 from tilewise.kernels.protocol import Scores, accumulator_dtype, call_style
-from tilewise.layouts.layout import Run, contiguous
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import kept_with_plan
-from tilewise.plan.sums import MANY_TERMS
 from tilewise.transport.protocol import Transport
-
-Leaves: TypeAlias = tuple[RowMoves, RowMoves] | None
-
 
 _NAMES = MappingProxyType({2: ("q", "latent"), 3: ("q", "k", "v")})
 """Names that a code has for the operands, by their number."""
 _RESULTS: tuple[str, ...] = ("out", "lse", "largest")
-_OF_QUERIES = frozenset(("q", "out", "lse", "largest", "dout", "dlse", "dq"))
 
 
 def forward_pass(
@@ -41,7 +29,6 @@ def forward_pass(
     *kv: Tensor,
     keep: bool,
     bias: DenseBias | None = None,
-    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """out, lse, and the operands that backward is to find again (none unless keep).
 
@@ -51,7 +38,6 @@ def forward_pass(
         kv: k and v, or latents [(batch,) tokens, 1, width].
         keep: a backward pass follows; save="gathered" then keeps what was received.
         bias: a dense one, if the call has one.
-        sink: one a head, which a canonical pass takes in itself.
     """
     payload = problem.bare_passes[0].payload
     out, lse = empty_results(q, payload.v_head_dim)
@@ -63,8 +49,8 @@ def forward_pass(
     bound = bound_code(
         problem, transport, given["q"], backward=False, keep=keep and problem.gathered
     )
-    work = Pass(transport, _scores(problem, bias), expansion=problem.expansion, sink=sink)
-    kept = _run(problem, bound, given, results, work)
+    work = Pass(transport, _scores(problem, bias), expansion=problem.expansion)
+    kept = bound.run({**given, **results}, work)
     return out, lse, [*map(_largest, largest), *kept]
 
 
@@ -91,99 +77,19 @@ def backward_pass(
     given |= {"out": out, "lse": lse, "dout": torch.zeros_like(out) if dout is None else dout}
     if dlse is not None:
         given["dlse"] = dlse
-    elif problem.q_leaves is not None:  # another rank may have a gradient of lse
-        given["dlse"] = torch.zeros_like(lse)
     found = tuple(results.values())
     if out.ndim == 4:
         given, results = _tokens_first(given), _tokens_first(results)
     bound = bound_code(problem, transport, given["q"], backward=True)
     work = Pass(transport, _scores(problem, bias), expansion=problem.expansion)
-    _run(problem, bound, given, results, work, kept)
+    work.dlse = given.get("dlse")
+    bound.run({**given, **results, **{f"kept{i}": x for i, x in enumerate(kept)}}, work)
     return found
 
 
 def _tokens_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors [batch, tokens, ...] as a code takes them."""
     return {name: x.transpose(0, 1) for name, x in tensors.items()}
-
-
-def _run(
-    problem: ResolvedCall,
-    bound: BoundCode,
-    given: Mapping[str, Tensor],
-    results: Mapping[str, Tensor],
-    work: Pass,
-    kept: Sequence[Tensor] = (),
-) -> list[Tensor]:
-    """Run a pass on tensors by rows, or on the rows of whole leaves where the call moves these.
-
-    Args:
-        results: to write to.
-        kept: what the forward pass kept.
-    """
-    saved = {f"kept{number}": x for number, x in enumerate(kept)}
-    if problem.q_leaves is None and problem.kv_leaves is None:
-        work.dlse = given.get("dlse")
-        return bound.run({**given, **results, **saved}, work)
-    transport, sides = work.transport, {True: problem.q_leaves, False: problem.kv_leaves}
-    leaves = {name: sides[name in _OF_QUERIES] for name in (*given, *results)}
-    there = {name: _there(x, leaves[name], transport) for name, x in given.items()}
-    written = {name: _room(x, leaves[name], transport.rank) for name, x in results.items()}
-    work.dlse = there.get("dlse")
-    kept_there = bound.run({**there, **written, **saved}, work)
-    for name, x in results.items():
-        moves = leaves[name]
-        if moves is not None:
-            x.copy_(moved(written[name], moves[1], transport))
-    return kept_there
-
-
-def _there(x: Tensor, leaves: Leaves, transport: Transport) -> Tensor:
-    """Rows as the call has them, moved to the ranks that have their leaves."""
-    return x if leaves is None else moved(x, leaves[0], transport)
-
-
-def _room(x: Tensor, leaves: Leaves, rank: int) -> Tensor:
-    """Room for the rows of whole leaves that become these."""
-    return x if leaves is None else x.new_empty((leaves[0].num_wanted[rank], *x.shape[1:]))
-
-
-def sink_gradient(
-    problem: ResolvedCall,
-    transport: Transport,
-    saved: Sequence[Tensor],
-    grads: tuple[Tensor | None, Tensor | None],
-    sink: Tensor,
-) -> Tensor:
-    """Return this rank's share of the gradient of a canonical call's sink: one rank has all of it.
-
-    Args:
-        saved: out and lse of the forward pass.
-        grads: dout and dlse; None: zero.
-        sink: [num_heads], or [batch, num_heads].
-    """
-    batched = saved[0].ndim == 4
-    out, lse = (rows_first(x, batched) for x in saved)
-    dout, dlse = (None if x is None else rows_first(x, batched) for x in grads)
-    delta = torch.zeros_like(lse)
-    if dout is not None:
-        delta += row_sum(out.to(lse.dtype) * dout)
-    if dlse is not None:
-        delta -= dlse
-    sums = sink_sums(lse, delta, sink)
-    if problem.passes[0].plan.replicated_queries or transport.world_size == 1:
-        return rounded(sums, MANY_TERMS, sink.dtype).squeeze(-1)
-    parts = moved(sums.unsqueeze(0), sink_moves(transport.world_size), transport)
-    if not len(parts):
-        return torch.zeros_like(sink)
-    return rounded(folded(parts, MANY_TERMS), MANY_TERMS, sink.dtype).squeeze(-1)
-
-
-@lru_cache(maxsize=64)
-def sink_moves(world_size: int) -> RowMoves:
-    """The first rank wants what every rank has, one row each."""
-    wanted = [[Run(0, world_size)], *[[]] * (world_size - 1)]
-    return RowMoves("sum of sink gradients", contiguous(world_size, world_size), wanted)
 
 
 def _scores(problem: ResolvedCall, bias: DenseBias | None) -> Scores:

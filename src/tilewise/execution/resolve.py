@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.arguments import dtype_name
+from tilewise.arguments import Reduction, dtype_name, of_kind
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.resolved import CallShape, resolve_passes
-from tilewise.compiler.row_moves import leaf_moves
 from tilewise.execution.call import Call, KeptForCalls, ResolvedCall
 from tilewise.execution.expansion import TRIED_ROWS, Expansion
 from tilewise.execution.sinks import check_sink
@@ -23,21 +22,17 @@ from tilewise.execution.validation import (
     check_bias,
     check_mask_heads,
     check_numbers,
-    check_own_rows,
     check_ranks,
     check_rows,
     check_tensors,
     check_token_dimension,
     checked_scores,
-    is_canonical,
     named_operands,
     query_positions,
 )
-from tilewise.kernels.canonical import why_not_canonical
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_for, serving_kernel, use_of
 from tilewise.layouts.layout import Layout
-from tilewise.layouts.leaves import leaf_layouts
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import RecentValues, kept_with_plan
 from tilewise.plan.payload import head_groups
@@ -113,7 +108,7 @@ def resolve(
     check_tensors(q, k, v, latent)
     call.check_kinds()
     check_ranks(call, rank, world_size)
-    canonical = is_canonical(call, dtype_name(q.dtype))
+    exact = of_kind("reduction", call.reduction, Reduction) == "canonical"
     if latent is None:
         check_token_dimension(q, k, call, rank)
     # int: a compiler's symbolic sizes become plain numbers.
@@ -122,45 +117,31 @@ def resolve(
     num_kv_heads, v_head_dim = int(k.shape[-2]), int(k.shape[-1] if v is None else v.shape[-1])
     wires = resolved_wires(call, dtype)
     head_groups(num_heads, num_kv_heads, 1)
-    layouts = call.layout, kv_layout
-    if canonical:
-        if isinstance(call.plan, RankPlan):
-            raise ValueError(
-                f"{call.plan.name} was prepared for reduction='fast', not 'canonical'; take the "
-                "plan that it was prepared from"
-            )
-        layouts = leaf_layouts(call.mask, call.layout, kv_layout, num_heads // num_kv_heads)
     if latent is not None:
         num_kv_heads, v_head_dim = latent.num_kv_heads, latent.v_head_dim
         wires = wires.of_width(int(k.shape[-1]))
     shape = CallShape(
         mask=call.mask,
-        layout=layouts[0],
+        layout=call.layout,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=dtype,
         wires=wires,
         save=call.save,
-        kv_layout=layouts[1],
+        kv_layout=kv_layout,
         q_positions=query_positions(call, num_queries, kv_layout.num_tokens),
         v_head_dim=v_head_dim,
         max_logit=call.return_max_logit,
-        canonical=canonical,
-        given_layout=call.layout,
     )
-    passes = resolve_passes(shape, call.plan, call.backward_plan)
-    q_leaves, kv_leaves = (
-        None if to == of else leaf_moves(of, to)
-        for of, to in zip((call.layout, kv_layout), layouts, strict=True)
-    )
-    q_leaves = None if call.plan.replicated_queries else q_leaves
-    moved = q_leaves is not None, kv_leaves is not None
+    if exact:
+        from tilewise.exact.call import exact_kernel, exact_passes
+
+        passes = exact_passes(shape, call.plan, call.backward_plan)
+    else:
+        passes = resolve_passes(shape, call.plan, call.backward_plan)
     layouts = passes[0].layouts
-    check_rows(q, k, layouts, passes[0].plan, rank, moved)
-    for name, x, moves in (("q", q, q_leaves), ("k", k, kv_leaves)):
-        if moves is not None:
-            check_own_rows(name, x, moves[0].layout, rank)
+    check_rows(q, k, layouts, passes[0].plan, rank)
     call.mask.check_tokens(layouts[0].num_tokens, layouts[1].num_tokens)
     check_mask_heads(call.mask, shape.num_kv_heads)
     if call.sink is not None:
@@ -176,12 +157,11 @@ def resolve(
     if expansion is not None and expansion.leaves:
         call = replace(call, needs_grad=True)
     square = layouts[0] == layouts[1]
-    kernel = _kernel(call, q, max(head_dim, v_head_dim), scores.needs, square)
-    reason = why_not_canonical(kernel, q.device.type) if canonical else None
-    if reason is not None:
-        raise ValueError(f"kernel {kernel.name!r} cannot serve reduction='canonical': {reason}")
-    given = passes, scores, call.prune, kernel
-    return ResolvedCall(*given, expansion=expansion, q_leaves=q_leaves, kv_leaves=kv_leaves)
+    if exact:
+        kernel = exact_kernel(call, q, max(head_dim, v_head_dim), scores.needs)
+    else:
+        kernel = _kernel(call, q, max(head_dim, v_head_dim), scores.needs, square)
+    return ResolvedCall(passes, scores, call.prune, kernel, expansion=expansion)
 
 
 def probed(latent: Latent, x: Tensor, call: Call, places: np.ndarray) -> Expansion:
@@ -214,11 +194,8 @@ def resolved_wires(call: Call, dtype: str) -> Wires:
 def _kernel(call: Call, q: Tensor, head_dim: int, needs: tuple[str, ...], square: bool) -> Kernel:
     """The one that the call names, or else the first choice of the device."""
     asked = q.device.type, q.dtype, head_dim
-    named = call.kernel
-    if named is None and call.reduction == "canonical" and q.device.type == "cuda":
-        named = "triton"
-    if named is not None:
-        return serving_kernel(named, *asked, backward=call.needs_grad, needs=needs)
+    if call.kernel is not None:
+        return serving_kernel(call.kernel, *asked, backward=call.needs_grad, needs=needs)
     use = use_of(q.device, call.mask, int(q.shape[-3]), square=square)
     return kernel_for(*asked, use, needs)
 
@@ -229,14 +206,14 @@ def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, 
 
     What changes from call to call, such as dropout's seed, is compared beside them.
     """
-    (plan, _, (q_layout, kv_layout), groups, payload), backward = problem.passes
+    (plan, _, (q_layout, kv_layout), groups, payload, _), backward = problem.passes
     scores = problem.scores
     settled = replace(
         call,
         plan=plan,
         backward_plan=backward.plan,
-        layout=q_layout if problem.q_leaves is None else problem.q_leaves[0].layout,
-        kv_layout=kv_layout if problem.kv_leaves is None else problem.kv_leaves[0].layout,
+        layout=q_layout,
+        kv_layout=kv_layout,
         softmax_scale=scores.scale,
         softcap=scores.softcap,
         dropout_p=scores.dropout_p,

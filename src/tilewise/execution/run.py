@@ -27,7 +27,6 @@ from tilewise.kernels.canonical import (
     finish_gradients,
     merge_columns,
     merge_short,
-    row_sum,
 )
 from tilewise.kernels.protocol import (
     Kernel,
@@ -108,9 +107,6 @@ class BoundCode:
         pool: WorkspacePool,
     ):
         self.code, self._device, self._pool = code, device, pool
-        self._run_kernel: Callable[..., tuple[Tensor, ...]] = (
-            _no_kernel if kernel is None else kernel.backward if code.backward else kernel.forward
-        )
         self._kernel = kernel
         self._scale = scores.scale
         self._scores = scores if scores.needs else None
@@ -374,17 +370,14 @@ class BoundCode:
         out, dout, product, delta = map(self._number, parts)
         widens = len({self.code.tensors[x.tensor].dtype for x in parts[:3]}) > 1
 
-        canonical = self._canonical
+        row_sum: Callable[[Tensor, Tensor], object] = getattr(self._kernel, "row_sum", _row_sum)
 
         def step(t: Numbered, work: Pass) -> None:
             if widens:
                 t[product].copy_(t[out]).mul_(t[dout])
             else:
                 torch.mul(t[out], t[dout], out=t[product])
-            if canonical:
-                t[delta].copy_(row_sum(t[product]))
-            else:
-                torch.sum(t[product], -1, out=t[delta])
+            row_sum(t[product], t[delta])
             if work.dlse is not None:
                 t[delta].sub_(work.dlse.view_as(t[delta]))
 
@@ -393,7 +386,7 @@ class BoundCode:
     def _attend(self, op: ops.Attend) -> Step:
         results = [(result, [*map(self._number, result.refs)]) for result in op.results]
         operands_of, call, scale = itemgetter(*map(self._number, op.operands)), op.call, self._scale
-        run, extra = self._run_kernel, self._extra_arguments(op)
+        run, extra = self._kernel_pass(op), self._extra_arguments(op)
         into = [number for _, numbers in results for number in numbers]
         written = [number for result, numbers in results if not result.adds for number in numbers]
         if not written:
@@ -415,6 +408,17 @@ class BoundCode:
 
         return fill_and_add
 
+    def _kernel_pass(self, op: ops.Attend) -> Callable[..., tuple[Tensor, ...]]:
+        """The kernel's function that gives the results of a call: all, or those of one side."""
+        kernel: Any = self._kernel
+        if kernel is None:
+            return _no_kernel
+        if not self.code.backward:
+            return kernel.forward
+        if len(op.results) > 1:
+            return kernel.backward
+        return kernel.backward_q if len(op.results[0].refs) == 1 else kernel.backward_kv
+
     def _blanks(self, count: int) -> list[float]:
         """Return the values of out, of lse and of the largest scores of a partial that nothing was
         added to.
@@ -428,7 +432,8 @@ class BoundCode:
         operands_of: Callable[[Numbered], tuple[Tensor, ...]],
     ) -> Step:
         """The kernel's own tensors become results that are written; to others they are added."""
-        run, extra, call, scale = self._run_kernel, self._extra_arguments(op), op.call, self._scale
+        run, extra = self._kernel_pass(op), self._extra_arguments(op)
+        call, scale = op.call, self._scale
         adds = [(number, result.adds) for result, numbers in results for number in numbers]
         dtypes = [
             getattr(torch, self.code.tensors[ref.tensor].dtype)
@@ -463,10 +468,8 @@ class BoundCode:
     def _extra_arguments(self, op: ops.Attend) -> Callable[[Pass], tuple[()] | tuple[Scores]]:
         """Return the further arguments of a kernel, for calls that ask for more than a scale."""
         scores = self._scores
-        if scores is None:
-            return _no_arguments
         if op.places is None:
-            return lambda _: (scores,)
+            return _no_arguments if scores is None else lambda _: (scores,)
         q, k, first, _ = op.places
         places = Places(self._positions(q), self._positions(k), first)
         # dropout's seed and a dense bias are others at every pass
@@ -666,6 +669,10 @@ _NOTHING = _Nothing()
 
 def _no_kernel(*_: Any) -> NoReturn:
     raise AssertionError("a code without a kernel attends nothing")
+
+
+def _row_sum(x: Tensor, out: Tensor) -> None:
+    torch.sum(x, -1, out=out)
 
 
 def _is_plain_copy(op: ops.Op) -> bool:

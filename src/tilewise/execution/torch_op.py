@@ -30,7 +30,6 @@ from tilewise.execution.forward_backward import (
     backward_pass,
     empty_results,
     forward_pass,
-    sink_gradient,
 )
 from tilewise.execution.resolve import agreement_fields, resolve_once
 from tilewise.execution.sinks import one_sink, values_of
@@ -83,8 +82,10 @@ def agreed_call(
     try:
         of_kind("validate", call.validate, Validate)
         problem = resolve_once(q, k, v, call, transport.rank, transport.world_size)
-        if problem.canonical:
-            _check_canonical(sink, bias, _watched(q, k, v, sink))
+        if problem.whole_rows:
+            from tilewise.exact.call import check_tensors_beside
+
+            check_tensors_beside(sink, bias, _watched(q, k, v, sink))
         if bias is not None and _watched(q, k, v, bias):
             raise ValueError(
                 "bias (a tensor) is not supported where operators are followed (selective "
@@ -98,20 +99,6 @@ def agreed_call(
     number = _agree(q, call, transport, problem, error, sink=sink)
     assert problem is not None
     return problem._replace(number=number), transport
-
-
-def _check_canonical(sink: Tensor | None, bias: Tensor | None, watched: bool) -> None:
-    """Refuse what a canonical reduction cannot do with tensors that are no operands."""
-    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "reduction='canonical' gives no gradient of a dense bias: it is a sum over ranks; pass "
-            "bias.detach(), or take tw.alibi, or reduction='fast'"
-        )
-    if sink is not None and watched:
-        raise ValueError(
-            "reduction='canonical' takes no sink where operators are followed (selective "
-            "checkpointing, modes and classes of tensors); call attention outside of them"
-        )
 
 
 def _mode(q: Tensor, call: Call) -> Validate:
@@ -200,7 +187,7 @@ def attend(
     kv = (k,) if v is None else (k, v)
     leaves = resolved.expansion.leaves if resolved.expansion else ()
     logit = None
-    if sink is not None and resolved.canonical:
+    if sink is not None and resolved.whole_rows:
         logit = one_sink(sink, accumulator_dtype(q.dtype))
         logit = logit.squeeze(-2) if logit.ndim == 3 else logit
     asked = _Asked(call, resolved, transport, 1 + len(kv))
@@ -279,10 +266,13 @@ class _Attention(torch.autograd.Function):
         # An expand may ask torch for gradients of what it makes.
         below = NO_CONTEXT if resolved.expansion else torch._C._AutoDispatchBelowAutograd()
         given = None if bias is None else DenseBias(bias)
-        more = {"keep": keep, "bias": given, "sink": sink}
         try:
             with below:
-                out, lse, kept = forward_pass(resolved, transport, *operands, **more)
+                out, lse, kept = forward_pass(resolved, transport, *operands, keep=keep, bias=given)
+                if sink is not None:
+                    from tilewise.exact.call import with_sink
+
+                    with_sink(out, lse, sink)
         except VAIN_WAITS as raised:
             _explain(raised, call)
             raise
@@ -315,6 +305,8 @@ class _Attention(torch.autograd.Function):
                 found = _agreed_backward(resolved, transport, call, saved, kept, grads, dense)
             dsink = None
             if sink is not None and ctx.needs_input_grad[2]:
+                from tilewise.exact.call import sink_gradient
+
                 dsink = sink_gradient(resolved, transport, saved[-2:], grads, sink)
         if expansion is not None:
             found = *found, *expansion.gradients()

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from tilewise.arguments import (
     DtypeName,
-    Reduction,
     dtype_name,
     of_kind,
     positive_number,
@@ -15,7 +14,6 @@ from tilewise.arguments import (
     require_type,
     whole_number,
 )
-from tilewise.compiler.exact_wires import check_exact_wires
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution.call import Call
 from tilewise.execution.sinks import TensorKind
@@ -26,7 +24,7 @@ from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, Side
 from tilewise.wires.float8 import Float8
 from tilewise.wires.latent import Latent
-from tilewise.wires.wire import Plain, Wire, wires_of
+from tilewise.wires.wire import Plain, Wire
 
 MOST_SEEDS = (1 << 63) - 1
 
@@ -202,12 +200,9 @@ def check_rows(
     layouts: tuple[Layout, Layout],
     plan: Plan,
     rank: int,
-    moved: tuple[bool, bool] = (False, False),
 ) -> None:
-    """Refuse q and k that do not have their layouts' rows, but for those that move first."""
+    """Refuse q and k that do not have their layouts' rows."""
     for name, x, side in (("q", q, Side.Q), ("k", k, Side.KV)):
-        if moved[side]:
-            continue
         wanted = _rows_of_rank(plan, side, layouts[side], rank)
         if x.shape[-3] != wanted:
             raise ValueError(
@@ -223,23 +218,6 @@ def check_own_rows(name: str, x: Tensor, layout: Layout, rank: int) -> None:
             f"{name} has {x.shape[-3]} tokens on rank {rank}, but the layout gives it "
             f"{layout.size(rank)} of {layout.num_tokens}; pass layout.shard(x, rank)"
         )
-
-
-def is_canonical(call: Call, dtype: str) -> bool:
-    """Return whether a call's reduction is canonical.
-
-    Raises:
-        ValueError: if it is neither that nor fast, or if its promise could not hold.
-    """
-    if of_kind("reduction", call.reduction, Reduction) == "fast":
-        return False
-    check_exact_wires(wires_of(call.wire, call.wire_dtype), dtype)
-    positions = call.q_positions
-    if positions is not None and len({int(x) for x in positions}) < len(positions):
-        raise ValueError(
-            "reduction='canonical' takes each of q_positions once; leave out those that repeat"
-        )
-    return True
 
 
 def check_token_dimension(q: Tensor, k: Tensor, call: Call, rank: int) -> None:

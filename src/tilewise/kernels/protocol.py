@@ -91,6 +91,9 @@ class Kernel(Protocol):
     `needs` and `scores` are passed only where something beside scale is asked for: a kernel without
     these parameters serves all other calls.
 
+    A kernel of whole rows, which gives each row its complete result, also has `backward_q` (dq
+    alone), `backward_kv` (dk and dv alone) and `row_sum(x, out)`, the sums over the last dimension.
+
     Attributes:
         name: for messages.
         square_causal: causal calls must have as many queries as keys (`tile_calls` obliges).

@@ -36,8 +36,7 @@ class Role(IntEnum):
     """Role of a travelling value, which says what its arrival means.
 
     OPERAND is copied. PARTIAL moves, and is merged into what the receiver has of it. RESULT is a
-    finished partial that its home copies to the other holders of a replicated shard, and in
-    canonical calls one that is finished before it reaches its home.
+    finished partial that its home copies to the other holders of a replicated shard.
     """
 
     OPERAND = 0
@@ -179,20 +178,6 @@ class HeadTuning(NamedTuple):
         return self.make(*self.known, num_heads, num_kv_heads)
 
 
-class BlockTuning(NamedTuple):
-    """The way in which a mask-aware plan is made anew for a layout of whole blocks.
-
-    Attributes:
-        make: (*known, mask, layout, edges) -> Plan, a module's function, so that it can be pickled.
-            edges: positions at which blocks begin, and num_tokens. No shard of the plan begins or
-            ends within a block.
-        known: what it was made of beside these: values.
-    """
-
-    make: Callable[..., Plan]
-    known: tuple[Any, ...]
-
-
 class WholeRows(NamedTuple):
     """The way to make a plan anew in which one tile of a rank has all that its rows meet.
 
@@ -244,8 +229,6 @@ class Traits(NamedTuple):
             who compose plans.
         made_for: the mask and the layout that a mask-aware plan covers, and no other.
         tuning: how to make such a plan anew for heads; None: it is for any, or for its own.
-        on_blocks: how to make a mask-aware plan anew for a layout of whole blocks; None: there is
-            no such way.
         whole_rows: how to make the plan anew so that it merges no results; None: it merges some.
         proven: tests prove what the strategy makes; any other plan is checked before it first runs.
         exchanges: steps that are exchanges of whole teams; a pruned plan keeps them.
@@ -255,7 +238,6 @@ class Traits(NamedTuple):
     head_split: tuple[int, Plan] | None = None
     made_for: tuple[Hashable, Hashable] | None = None
     tuning: HeadTuning | None = None
-    on_blocks: BlockTuning | None = None
     whole_rows: WholeRows | None = None
     proven: bool = False
     exchanges: tuple[TeamExchange, ...] = ()
@@ -306,8 +288,8 @@ class Plan(OpaqueValue):
     Attributes:
         check: (mask: Mask | None = None, layout: Layout | None = None) -> None. Raises a PlanError
             unless the plan computes exact attention and its gradients.
-        check_canonical: (work: Workload, backward_plan: Plan | None = None, *, codes=None) -> None.
-            Raises a CanonicalError if bits of a result depend on how the workload is split.
+        check_canonical: (work: Workload, backward_plan: Plan | None = None) -> None. Raises a
+            ValueError if bits of a result depend on how the workload is split.
         pruned: (mask: Mask, layout: Layout) -> Plan, without what the mask makes needless.
         program: (rank: int) -> Program, what one rank does; the others' parts are not built.
         code: (work: Workload, rank: int, backward: bool = False) -> Code, the operations that a
@@ -378,7 +360,7 @@ class Plan(OpaqueValue):
             default_save=default_save,
             replicated_queries=replicated_queries,
             traits=traits,
-            _given_steps=None if steps is None else tuple(_canonical(step) for step in steps),
+            _given_steps=None if steps is None else tuple(_in_order(step) for step in steps),
             _script=script,
         )
 
@@ -469,16 +451,6 @@ class Plan(OpaqueValue):
         assert self.traits.tuning is not None
         return self.traits.tuning.plan(num_heads, num_kv_heads)
 
-    @kept_with_plan()
-    def on_blocks(self, mask: Hashable, layout: Hashable, edges: tuple[int, ...]) -> Plan:
-        """A mask-aware plan made anew for a layout of whole blocks, of which it cuts none.
-
-        Args:
-            edges: positions at which blocks begin, and num_tokens.
-        """
-        tuning = self.traits.on_blocks
-        return self if tuning is None else tuning.make(*tuning.known, mask, layout, edges)
-
     def replaced(self, name: str, steps: Iterable[Step]) -> Plan:
         """This plan with other steps, of which nobody knows more than they say."""
         return self.changed(name=name, steps=steps, script=None, traits=NO_TRAITS)
@@ -528,14 +500,14 @@ class Plan(OpaqueValue):
         return f"Plan({self.name!r}, world_size={self.world_size})"
 
 
-def _canonical(step: Step) -> Step:
+def _in_order(step: Step) -> Step:
     tiles = tuple(tuple(Tile(*tile) for tile in tiles) for tiles in step.tiles)
     return Step(tiles, tuple(sorted(step.transfers, key=transfer_order)))
 
 
 def _join(parts: Sequence[tuple[RankStep, ...]]) -> tuple[Step, ...]:
     return tuple(
-        _canonical(Step(tuple(share.tiles for share in row), tuple(chain(*(s.sends for s in row)))))
+        _in_order(Step(tuple(share.tiles for share in row), tuple(chain(*(s.sends for s in row)))))
         for row in zip_longest(*parts, fillvalue=RankStep())
     )
 

@@ -83,6 +83,8 @@ class Payload(NamedTuple):
         wires: how all but statistics are encoded on their way.
         saved: operands gathered in the forward pass are still there, and do not travel again.
         max_logit: every row's largest score travels with out and lse, as they do.
+        only: of a backward pass, the side whose gradients alone it computes; None: of both.
+        whole_rows: a tile is one kernel call of all its rows, whose results are complete.
         canonical: partials are binned sums, whose bits do not depend on the order of merging.
     """
 
@@ -96,6 +98,8 @@ class Payload(NamedTuple):
     saved: bool = False
     max_logit: bool = False
     canonical: bool = False
+    only: Side | None = None
+    whole_rows: bool = False
 
     def fields(self, side: Side, role: Role) -> tuple[Field, ...]:
         """The tensors of an item, in the order in which they are packed."""
@@ -148,6 +152,8 @@ class Payload(NamedTuple):
 
     def results(self, side: Side) -> tuple[tuple[str, int], ...]:
         """Name and width of the tensors that a side's complete partials become."""
+        if self.only not in (None, side):
+            return ()
         if self.backward:
             return tuple((f"d{name}", width) for name, width in self.inputs(side))
         if side is Side.KV:
@@ -178,9 +184,14 @@ class Payload(NamedTuple):
     def flop(self) -> int:
         """Floating-point operations of one allowed pair of rows, all heads of the group.
 
-        q k and p v; in backward q k again, dout v, dv, dq and dk.
+        q k and p v; in backward q k again, dout v, dv, dq and dk. Where gradients are of whole
+        rows, q k and dout v are computed for each side.
         """
-        keys, values = (3, 2) if self.backward else (1, 1)
+        keys, values = 1, 1
+        if self.backward:
+            keys, values = {None: (3, 2), Side.Q: (2, 1), Side.KV: (2, 2)}[self.only]
+            if self.whole_rows and self.only is None:
+                keys, values = keys + 1, values + 1
         return 2 * self.num_heads * (keys * self.head_dim + values * self.v_head_dim)
 
     @property

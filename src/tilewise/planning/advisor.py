@@ -397,10 +397,10 @@ def advise(
 def nearest_settings(candidate: Candidate) -> tuple[Setting, ...]:
     """Return the fastest setting of Megatron and torchtitan for a candidate's workload and ranks.
 
-    None for masks neither full nor causal, and for a canonical reduction, which they do not have.
+    None for masks neither full nor causal, and where not every strategy serves the workload.
     """
     work, n = candidate.work, candidate.world_size
-    if n == 1 or work.canonical or not isinstance(work.mask, Full | Causal):
+    if n == 1 or work.strategies is not None or not isinstance(work.mask, Full | Causal):
         return ()
     model = ModelAttention(work.num_heads, work.num_kv_heads, work.head_dim, work.v_head_dim)
     split = DeviceSplit(n, 1, 1, work.num_tokens)

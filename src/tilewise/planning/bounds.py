@@ -50,7 +50,7 @@ def shape_bound(model: PassModel, option: Option) -> float:
     payload, degree, machine = model.payload(option.degree), option.degree, model.machine
     rows = min(model.layout.sizes) * degree * model.least_share
     shard_bytes = [
-        rows * (payload.row_bytes(Item(side, Role.OPERAND, 0)) + payload.least_partial_bytes(side))
+        rows * sum(payload.row_bytes(Item(side, role, 0)) for role in (Role.OPERAND, Role.PARTIAL))
         for side in Side
     ]
     if option.kind == "balanced_ring":  # of a pair either shard travels
@@ -160,8 +160,7 @@ class _StepWalk:
         if not self._nested:
             self._traded = ((EITHER, (degree - 1) / degree),)
         self._reach = reach
-        partials = {(side, Role.PARTIAL): costs.payload.least_partial_bytes(side) for side in Side}
-        self._row_bytes = costs.row_bytes | partials
+        self._row_bytes = costs.row_bytes
         q_layout, kv_layout = costs.layouts
         self._all_rows = dict(enumerate(q_layout.sizes)), dict(enumerate(kv_layout.sizes))
         self._rows = self._reached(reach)

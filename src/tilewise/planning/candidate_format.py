@@ -4,6 +4,7 @@ A small plan is stored with all its steps; a large one of the library as the cal
 with a digest of what some of its ranks do.
 """
 
+import re
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
@@ -16,6 +17,7 @@ from tilewise.masks.tables import MASK_KINDS
 from tilewise.plan.ir import Plan
 from tilewise.plan.json import plan_from_data, plan_to_data
 from tilewise.serializer import read, write
+from tilewise.strategies.needed import needed
 from tilewise.wires.wire import WIRE_KINDS, Wires, wires_of
 from tilewise.workload import LAYOUTS, Workload
 
@@ -109,7 +111,7 @@ def read_plan(file: FilePlan, world_size: int, save: str, where: tuple[Mask, Lay
                 f"{digest(plan)}, not {file.digest}); search again"
             )
         return with_save(plan, save)
-    plan = plan_from_data(file.steps)
+    plan = _known(name, plan_from_data(file.steps), where)
     if plan.world_size != world_size:
         raise ValueError(f"{name} is for {plan.world_size} ranks, not for {world_size}")
     if name.startswith(("needed(", "tiled(")):
@@ -117,6 +119,23 @@ def read_plan(file: FilePlan, world_size: int, save: str, where: tuple[Mask, Lay
         return with_save(plan, save, where)
     check(plan)
     return with_save(plan, save)
+
+
+def _known(name: str, plan: Plan, where: tuple[Mask, Layout]) -> Plan:
+    """The plan as its strategy makes it, which knows how to make it anew for whole rows.
+
+    Any other plan, or one with other steps, is returned as it is.
+    """
+    try:
+        if name.startswith("needed("):
+            node_size = re.search(r"node_size=(\d+)", name)
+            made = needed(*where, node_size and int(node_size[1]))
+        else:
+            made = read_call(name, plan.world_size)
+    except ValueError:
+        return plan
+    made = made.changed(default_save=plan.default_save)
+    return made if made.traits.whole_rows is not None and made == plan else plan
 
 
 def digest(plan: Plan) -> str:

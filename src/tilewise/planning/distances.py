@@ -28,10 +28,8 @@ def prices(work: Workload) -> tuple[RowPrice, RowPrice]:
 
     def price(payload: Payload, side: Side, num_heads: int) -> float:
         """A latent's bytes are shared by the heads that are made of it."""
-        operands, partials, results = (
-            sum(field.row_bytes for field in payload.fields(side, role)) for role in Role
-        )
-        return payload.heads(side) * (operands + min(partials, results)) / num_heads
+        fields = (*payload.fields(side, Role.OPERAND), *payload.fields(side, Role.PARTIAL))
+        return payload.heads(side) * sum(field.row_bytes for field in fields) / num_heads
 
     heads = (Side.Q, work.num_heads), (Side.KV, work.num_kv_heads)
     forward_price, backward_price = (

@@ -110,6 +110,8 @@ def options(
     ]
     if world_size <= MOST_APART and unlike:
         variants += [(1, variant) for variant in _aware(work, world_size, node_size)]
+    if work.strategies is not None:
+        variants = [(degree, x) for degree, x in variants if _serves(x, degree, work)]
     kinds = ["ring", "ulysses", *dict.fromkeys(variant.kind for _, variant in variants)]
     variants.sort(key=lambda pair: (kinds.index(pair[1].kind), pair[0]))
 
@@ -123,6 +125,12 @@ def options(
         )
 
     return [option(order, *pair) for order, pair in enumerate(variants)]
+
+
+def _serves(variant: Variant, degree: int, work: Workload) -> bool:
+    """Return whether a plan is of a strategy that the workload allows, for its heads."""
+    assert work.strategies is not None
+    return variant.kind in work.strategies and work.num_kv_heads % degree == 0
 
 
 def _inside(
@@ -205,8 +213,8 @@ def _aware(work: Workload, world_size: int, node_size: int) -> Iterator[Variant]
     """Plans made for the mask; needed also so that rows come to each node once."""
     layout = work.layout_for(world_size)
     for strategy in MASK_AWARE:
-        if strategy.make is tiled and (world_size > UNLIKE_RANKS or work.canonical):
-            continue  # it is made anew for whole leaves: a file of it would say other steps
+        if strategy.make is tiled and world_size > UNLIKE_RANKS:
+            continue
         make = partial(strategy.plan, work.mask, layout, work.kv_bytes())
         yield Variant(strategy.name, make, Shape())
         if strategy.make is needed and node_size < world_size:

@@ -129,7 +129,9 @@ class PairSearch:
         model, save = self.forward.model, self.save or "replay"
         if model.alike is None and model.world_size > RING_RANKS:
             return None
-        return self._pair(self.options[0], save)
+        rings = (option for option in self.options if option.kind == "ring")
+        option = next(rings, None)  # none serves a canonical reduction
+        return None if option is None else self._pair(option, save)
 
     def _pair(self, option: Option, save: str = "replay") -> Pair:
         """An option in both passes, simulated."""
@@ -186,7 +188,8 @@ class PairSearch:
     def _check_that_rings_fit(self) -> None:
         """Raise ValueError if no ring fits: rings hold the fewest shards, so that nothing fits."""
         pairs: list[Pair] = []
-        for option in (option for option in self.options if option.kind in LEANEST):
+        leanest = [option for option in self.options if option.kind in LEANEST] or self.options
+        for option in leanest:
             pairs.append(self._pair(option))
             if pairs[-1].fits(self.memory):
                 self._rings_fit = True

@@ -51,8 +51,7 @@ def search(
 
     Args:
         work: its layout is kept, and its save if it has one; save None leaves that to the search.
-            With reduction="canonical" all candidates keep that promise, on layouts of whole leaves:
-            `candidate.plan.check_canonical(candidate.work, candidate.backward_plan)` proves it.
+            With reduction="canonical" all candidates are plans that keep that promise.
         memory_bytes: per rank; None: the machine's.
         wires: further wires to try beside the workload's own. A wire that rounds is never tried
             unless it is named here.
@@ -94,8 +93,6 @@ def _of_one_wire(
     memory = machine.memory_bytes if memory_bytes is None else memory_bytes
     require_range("memory_bytes", memory)
     layout = work.layout_for(world_size)
-    if work.canonical and layout.world_size == world_size:
-        layout = work.computed_layout(world_size)
     if layout.world_size != world_size:
         raise ValueError(
             f"the workload's layout is for {layout.world_size} ranks, not for {world_size}; "
@@ -151,7 +148,7 @@ def promising(work: Workload, machine: Machine, world_size: int) -> PlanPair:
     A few options with the lowest bounds are simulated in each pass. Operands that forward gathered
     are not kept where that takes memory. The choice depends on the arguments alone.
     """
-    layout = work.computed_layout(world_size)
+    layout = work.layout_for(world_size)
     padded = pad_to_equal_shards(replace(work, layout=layout), world_size)
     tried_options = options(padded, world_size, machine.node_size, usual_only=True)
     model = PassModel(padded, machine, world_size, backward=False)

@@ -23,7 +23,8 @@ def splits_into_teams(model: PassModel, plan: Plan) -> bool:
     degree, size = plan.num_head_groups, model.machine.node_size
     nest = size % degree == 0 or degree % size == 0
     heads_alike = not isinstance(model.work.mask, PerHead) and model.work.wires.latent is None
-    return plan.traits.head_split is not None and nest and heads_alike
+    one_part = model.work.strategies is None
+    return plan.traits.head_split is not None and nest and heads_alike and one_part
 
 
 def simulate_teams(model: PassModel, plan: Plan) -> tuple[Timeline, Symmetry]:
@@ -31,16 +32,14 @@ def simulate_teams(model: PassModel, plan: Plan) -> tuple[Timeline, Symmetry]:
     assert plan.traits.head_split
     degree, inner = plan.traits.head_split
     work = model.work
-    groups = head_groups(work.num_heads, work.num_kv_heads, degree)
-    num_heads, num_kv_heads = groups.size
+    num_heads, num_kv_heads = head_groups(work.num_heads, work.num_kv_heads, degree).size
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     team_work = replace(work, **heads, layout=model.team_layout(degree))
     machine = _of_one_head_rank(model.machine, degree, model.world_size)
     timeline, _ = simulate_pass(inner, team_work, machine, model.backward, exact=True)
     ranks_in_node = min(degree, model.machine.node_size)
     payload, rows = model.payload(degree), max(model.layout.sizes)
-    returned = Role.RESULT, Role.PARTIAL if groups.shares_kv_heads else Role.RESULT
-    parts = (Item(side, role, 0) for side in Side for role in (Role.OPERAND, returned[side]))
+    parts = (Item(side, role, 0) for side in Side for role in (Role.OPERAND, Role.PARTIAL))
     traded_bytes = rows * sum(map(payload.row_bytes, parts))
     sent_bytes = {
         INSIDE: (ranks_in_node - 1) * traded_bytes,

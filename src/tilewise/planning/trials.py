@@ -2,6 +2,7 @@
 
 import heapq
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -64,6 +65,8 @@ class Trial:
         """Upper bound of a rank's memory: every shard it touches, never freed, times COPIES."""
         work, plan = self.model.work, self.plan
         resolved = work.resolve(plan)[self.model.backward]
+        if resolved.then is not None:
+            return sys.maxsize
         payload = resolved.payload._replace(saved=False)
         sizes = [
             max(layout.sizes) * sum(payload.row_bytes(Item(side, role, 0)) for role in PARTS)

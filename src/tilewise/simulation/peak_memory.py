@@ -45,10 +45,14 @@ class PassMemory:
 
     def __init__(self, passes: tuple[ResolvedPass, ResolvedPass], *, backward: bool):
         self._backward, self._scale = backward, 1.0
+        self._prune = passes[1].then is not None
+        if self._prune:  # the parts of a pass have plans of their own
+            self._passes, self._ranks = passes, range(passes[0].plan.world_size)
+            return
         resolved = passes[backward]
         plan, mask, layouts, *_ = resolved
         alike, size = all_alike(plan, mask, layouts), layouts[0].size(0)
-        scales = mask in (Full(), Causal()) and not resolved.payload.canonical
+        scales = mask in (Full(), Causal())
         if alike is not None and scales and size > SMALL_SHARD:
             self._scale = size / SMALL_SHARD
             layout = zigzag(SMALL_SHARD * plan.world_size, plan.world_size)
@@ -90,7 +94,7 @@ class PassMemory:
         return round(self._scale * self._of_rank(rank))
 
     def _of_rank(self, rank: int) -> int:
-        call = CallTraits(prune=False, keep=self._passes[1].payload.saved)
+        call = CallTraits(prune=self._prune, keep=self._passes[1].payload.saved)
         return pass_code(self._passes, rank, backward=self._backward, call=call).peak_bytes
 
 

@@ -22,14 +22,10 @@ from tilewise.compiler.program import (
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.cells import Cell
 from tilewise.layouts.layout import Layout
-from tilewise.layouts.leaves import edges_of_sides
 from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile
 from tilewise.plan.payload import Payload, accumulator
 from tilewise.plan.row_ranges import count
 from tilewise.simulation.machine import KernelSpeed, Machine
-
-PASSES_OF_ADDING = 10
-"""Times that adding numbers to binned sums takes, of merging as many bytes as the sums have."""
 
 PASSES_OF_ENCODING = 8
 """Number of times that encoding, or decoding, passes over the memory of its operand."""
@@ -43,12 +39,14 @@ class PassCosts:
         cells: areas by (query shard, KV shard); None: all alike, but for the diagonal.
         halved: with cells None: whether a shard pair has half its cells, as zigzag under a causal
             mask has; a shard with itself has half a cell a row more.
+        follows: the pass is a later part of one call of attention.
     """
 
     resolved: ResolvedPass
     machine: Machine
     cells: Mapping[tuple[int, int], Cell] | None = None
     halved: bool = False
+    follows: bool = False
 
     @property
     def payload(self) -> Payload:
@@ -137,35 +135,9 @@ class PassCosts:
         if not area:
             return 0.0
         area += int(self._kernel.edge_keys * self._edge_rows(tile))
-        if self.payload.canonical:
-            return self._leaves_seconds(area, tile)
         queries = sum(self.layouts[0].sizes[shard] for shard in tile.q)
         seconds = self.kernel_seconds(queries, area) + self._gathering_seconds(tile, area)
         return seconds + self._expanding_seconds(tile)
-
-    def _leaves_seconds(self, area: int, tile: Tile) -> float:
-        """Seconds of the calls of pairs of leaves, and of adding what they give.
-
-        Of a pair at an edge of the mask half the cells are allowed, and all rows are added.
-        """
-        queries, keys = self._leaf_rows
-        kernels = area / (queries * keys) * self.kernel_seconds(queries, queries * keys)
-        if self.machine.merge_bandwidth is None:
-            return kernels
-        shared = self.payload.num_heads // self.payload.num_kv_heads  # each adds by itself
-        added = queries * self._row_values[Side.Q] + keys * self._row_values[Side.KV] * shared
-        num_bytes = PASSES_OF_ADDING * added * item_bytes(self.payload.partial_dtype)
-        pairs = area / (queries * keys) + self._edge_rows(tile) / (2 * queries)
-        return kernels + pairs * num_bytes / self.machine.merge_bandwidth
-
-    @cached_property
-    def _leaf_rows(self) -> tuple[float, float]:
-        """Mean rows of a leaf of queries, and of one of keys."""
-        groups, (q, kv) = self.resolved.groups, self.layouts
-        tokens = q.num_tokens, kv.num_tokens
-        shared = groups.num_heads // groups.num_kv_heads
-        q_edges, k_edges = edges_of_sides(self.resolved.mask, tokens, shared)
-        return tokens[0] / (len(q_edges) - 1), tokens[1] / (len(k_edges) - 1)
 
     def kernel_seconds(self, queries: float, area: float) -> float:
         """Seconds of a kernel with these numbers of queries and allowed pairs."""
@@ -200,6 +172,8 @@ class PassCosts:
     def call_seconds(self, plan: Plan, rank: int) -> float:
         """A rank's own time around its program, most of it before: agreement, views, results."""
         machine, backward = self.machine, self.payload.backward
+        if self.follows:
+            return 0.0
         seconds = machine.call_seconds[backward]
         if not backward:
             seconds += machine.agree_seconds * (plan.world_size - 1)

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 from tilewise.arguments import ITEM_BYTES
 from tilewise.layouts.layout import Layout
-from tilewise.plan.ir import Plan
 from tilewise.plan.shifts import Symmetry
 from tilewise.simulation.engine import EventLoop
 from tilewise.simulation.machine import Machine
-from tilewise.simulation.row_moves import RankRows, run_exchanges, simulate_moves
-from tilewise.simulation.timeline import RankUse, Timeline
+from tilewise.simulation.row_moves import RankRows, run_exchanges
+from tilewise.simulation.timeline import Timeline
 from tilewise.workload import Workload
 
 
@@ -34,7 +33,7 @@ def with_shared_rows(
     """
     loop = _exchange(layout, work, machine, symmetry, backward)
     exchange_uses = {use.rank: use for use in loop.uses(symmetry.members)}
-    uses = tuple(_sum(use, exchange_uses[use.rank]) for use in timeline.ranks)
+    uses = tuple(use.plus(exchange_uses[use.rank]) for use in timeline.ranks)
     seconds = max(loop.end_seconds, default=0.0)
     recording = timeline.recording
     if recording is not None:
@@ -51,39 +50,6 @@ def with_shared_rows(
             pass_messages = [*recording.messages]
         recording = replace(recording, begins=begins, messages=(*pass_messages, *exchange_messages))
     return Timeline(timeline.seconds + seconds, uses, recording)
-
-
-def with_leaf_moves(
-    timeline: Timeline, plan: Plan, work: Workload, machine: Machine, backward: bool
-) -> Timeline:
-    """A pass, and the moves of rows to ranks with whole leaves and back, if there are such.
-
-    They are not drawn in traces.
-    """
-    moves = work.moves_of_leaves(plan)
-    if moves is None:
-        return timeline
-    seconds = timeline.seconds
-    uses = {use.rank: use for use in timeline.ranks}
-    for move, row_bytes in zip(moves, work.leaf_row_bytes(plan)[backward], strict=True):
-        exchange = simulate_moves([move], row_bytes, machine)
-        seconds += exchange.seconds
-        for use in exchange.ranks:
-            if use.rank in uses:
-                uses[use.rank] = _sum(uses[use.rank], use)
-    return replace(timeline, seconds=seconds, ranks=tuple(uses.values()))
-
-
-def _sum(use: RankUse, exchange_use: RankUse) -> RankUse:
-    links = {*use.bytes_by_link, *exchange_use.bytes_by_link}
-    return use._replace(
-        exposed_seconds=use.exposed_seconds + exchange_use.exposed_seconds,
-        idle_seconds=use.idle_seconds + exchange_use.idle_seconds,
-        bytes_by_link={
-            link: use.bytes_by_link.get(link, 0) + exchange_use.bytes_by_link.get(link, 0)
-            for link in links
-        },
-    )
 
 
 def _exchange(

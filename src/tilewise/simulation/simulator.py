@@ -27,7 +27,7 @@ from tilewise.simulation.network import LINKS, Network, blocks
 from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.priced_programs import EXACT_RANKS, Halves, halves_of, price_programs
 from tilewise.simulation.prices import PassCosts
-from tilewise.simulation.shared_rows import with_leaf_moves, with_shared_rows
+from tilewise.simulation.shared_rows import with_shared_rows
 from tilewise.simulation.timeline import (
     RankUse,
     Recording,
@@ -197,9 +197,7 @@ def simulate(
             alike, unless exact.
     """
     passes = (
-        _joined(
-            _run(resolved, machine, exact, prune), plan, work, machine, resolved.payload.backward
-        )
+        _simulated(resolved, plan, work, machine, exact, prune)
         for resolved in work.resolve(plan, backward_plan)
     )
     (forward, symmetry), (backward, backward_symmetry) = passes
@@ -219,8 +217,27 @@ def simulate_pass(
 
     A planner chooses the plans of forward and backward apart.
     """
-    timeline_and_symmetry = _run(work.resolve(plan)[backward], machine, exact)
-    return _joined(timeline_and_symmetry, plan, work, machine, backward)
+    return _simulated(work.resolve(plan)[backward], plan, work, machine, exact)
+
+
+def _simulated(
+    resolved: ResolvedPass,
+    plan: Plan,
+    work: Workload,
+    machine: Machine,
+    exact: bool | None,
+    prune: bool = True,
+) -> tuple[Timeline, Symmetry]:
+    """The timeline of a pass, all of its parts, and which rank stands for which."""
+    first, *others = resolved.parts
+    run = _run(first, machine, exact, prune)
+    timeline, symmetry = _joined(run, plan, work, machine, first.payload.backward)
+    for part in others:
+        following, its_symmetry = _run(part, machine, exact, prune, follows=True)
+        if its_symmetry != symmetry:  # ranks that are alike in one part only
+            return _simulated(resolved, plan, work, machine, True, prune)
+        timeline = timeline.then(following)
+    return timeline, symmetry
 
 
 def _joined(
@@ -232,7 +249,6 @@ def _joined(
 ) -> tuple[Timeline, Symmetry]:
     """Add to a pass the exchange of rows of a joint layout."""
     timeline, symmetry = timeline_and_symmetry
-    timeline = with_leaf_moves(timeline, plan, work, machine, backward)
     layout = work.layout_for(plan.world_size)
     if plan.replicated_queries or not len(layout.replicated):
         return timeline, symmetry
@@ -240,15 +256,23 @@ def _joined(
 
 
 def _run(
-    resolved: ResolvedPass, machine: Machine, exact: bool | None, prune: bool = True
+    resolved: ResolvedPass,
+    machine: Machine,
+    exact: bool | None,
+    prune: bool = True,
+    follows: bool = False,
 ) -> tuple[Timeline, Symmetry]:
-    """A pass's timeline, and which rank stands for which."""
-    plan, mask, layouts, _, payload = resolved
+    """A pass's timeline, and which rank stands for which.
+
+    Args:
+        follows: another part of the pass ran before.
+    """
+    plan, mask, layouts, _, payload, _ = resolved
     alike = all_alike(plan, mask, layouts)
     if not prune and not exact:
         exact = False
     symmetry, halves = _relabelled(plan, machine, alike, layouts[0].size(0), exact)
-    costs = PassCosts(resolved, machine, None, bool(alike))
+    costs = PassCosts(resolved, machine, None, bool(alike), follows)
     if halves is None and symmetry.members == 1:
         _check_affordable(plan, machine, exact)
         cells = None if alike is False else table_cells(plan, mask, *layouts)

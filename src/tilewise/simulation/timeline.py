@@ -46,6 +46,19 @@ class RankUse(NamedTuple):
     idle_seconds: float  # nothing left to do while others went on
     bytes_by_link: dict[str, int]  # sent, by the class of the link
 
+    def plus(self, other: "RankUse") -> "RankUse":
+        """The use of this and another pass together."""
+        links = {*self.bytes_by_link, *other.bytes_by_link}
+        return self._replace(
+            compute_seconds=self.compute_seconds + other.compute_seconds,
+            exposed_seconds=self.exposed_seconds + other.exposed_seconds,
+            idle_seconds=self.idle_seconds + other.idle_seconds,
+            bytes_by_link={
+                link: self.bytes_by_link.get(link, 0) + other.bytes_by_link.get(link, 0)
+                for link in links
+            },
+        )
+
 
 @dataclass(frozen=True)
 class Recording:
@@ -69,11 +82,20 @@ class Timeline:
 
     Attributes:
         recording: None: only sums are known.
+        parts: timelines that follow each other, of which this is the sum; none: it is one run.
     """
 
     seconds: float
     ranks: tuple[RankUse, ...]
     recording: Recording | None = None
+    parts: tuple["Timeline", ...] = ()
+
+    def then(self, other: "Timeline") -> "Timeline":
+        """The timeline of this, and then of another one of the same ranks."""
+        uses = {use.rank: use for use in other.ranks}
+        ranks = tuple(use.plus(uses[use.rank]) for use in self.ranks)
+        parts = (*(self.parts or (self,)), other)
+        return Timeline(self.seconds + other.seconds, ranks, self.recording, parts)
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -87,11 +109,29 @@ class Timeline:
 
     @property
     def messages(self) -> tuple[Span, ...]:
+        if self.parts and self.recording:
+            return tuple(
+                span._replace(start=span.start + start)
+                for start, part in self._starts()
+                for span in part.messages
+            )
         return self.recording.messages if self.recording else ()
+
+    def _starts(self) -> Iterator[tuple[float, "Timeline"]]:
+        """The parts, each with the seconds before it."""
+        start = 0.0
+        for part in self.parts:
+            yield start, part
+            start += part.seconds
 
     def rank_spans(self, rank: int) -> Iterator[Span]:
         """The operations of a rank, in order, and its call around them."""
         if self.recording is None:
+            return
+        if self.parts:
+            for start, part in self._starts():
+                for span in part.rank_spans(rank):
+                    yield span._replace(start=span.start + start)
             return
         index_of_rank = {use.rank: index for index, use in enumerate(self.ranks)}
         if rank not in index_of_rank:

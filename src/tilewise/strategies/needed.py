@@ -18,7 +18,6 @@ from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import (
-    BlockTuning,
     Plan,
     RankStep,
     Rows,
@@ -112,16 +111,10 @@ def _needed(mask: Mask, layout: Layout, node_size: int | None, side: Side, *, wh
     name = f"needed({mask!r}, {layout!r}{nodes}{moves})"
     traits = Traits(
         made_for=(mask, layout),
-        on_blocks=BlockTuning(_on_blocks, (node_size,)),
         whole_rows=WholeRows(_whole_rows, (mask, layout, node_size)),
         proven=True,
     )
     return Plan(name, n, 1, own_shards(n), script=script, traits=traits)
-
-
-def _on_blocks(node_size: int | None, mask: Mask, layout: Layout, _: tuple[int, ...]) -> Plan:
-    """The plan for whole blocks: it cuts no shard anyway."""
-    return needed(mask, layout, node_size)
 
 
 def _whole_rows(mask: Mask, layout: Layout, node_size: int | None, side: Side) -> Plan:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from tilewise.arguments import MOST_RANKS, checks_arguments, positive_number, whole_number
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Mask
-from tilewise.plan.ir import MHA, BlockTuning, HeadTuning, Plan
+from tilewise.plan.ir import MHA, HeadTuning, Plan
 from tilewise.strategies.tiling.causal.planner import suits, triangle_layout, triangle_plan
 from tilewise.strategies.tiling.placement import LEVEL, Balance
 from tilewise.strategies.tiling.planner import PlacedPlans, placed_layout
@@ -59,25 +59,11 @@ def tiled(
     make = PlacedPlans(balance)
     if suits(mask, layout) and balance == LEVEL:
         make = triangle_plan
-    plan = _made(make, mask, layout, kv_bytes)
-    on_blocks = BlockTuning(_on_blocks, (balance, kv_bytes))
-    return plan.changed(traits=plan.traits._replace(on_blocks=on_blocks))
-
-
-def _made(make: MakePlan, mask: Mask, layout: Layout, kv_bytes: float | None) -> Plan:
-    """The plan of these bytes, or one that is made anew for the heads of a call."""
     if kv_bytes is not None:
         return make(mask, layout, _positive(kv_bytes))
     plan = make(mask, layout, MHA)
     tuning = HeadTuning(_for_heads, (make, mask, layout), MHA)
     return plan.changed(traits=plan.traits._replace(tuning=tuning))
-
-
-def _on_blocks(
-    balance: Balance, kv_bytes: float | None, mask: Mask, layout: Layout, edges: tuple[int, ...]
-) -> Plan:
-    """The plan whose shards begin and end where blocks do."""
-    return _made(PlacedPlans(balance, edges), mask, layout, kv_bytes)
 
 
 def _for_heads(

@@ -50,10 +50,15 @@ class CallParts(NamedTuple, Generic[Numbers]):
 
 
 class CallStyle(NamedTuple):
-    """Requirements of a kernel on how tiles are cut; see `tile_calls`."""
+    """Requirements of a kernel on how tiles are cut; see `tile_calls`.
+
+    Attributes:
+        whole_rows: a tile is one call of all its rows, whatever the mask: the kernel reads it.
+    """
 
     square_causal: bool = False
     whole_tile: bool = False
+    whole_rows: bool = False
 
 
 class TileCalls(NamedTuple):
@@ -68,6 +73,9 @@ class TileCalls(NamedTuple):
 
     def calls(self, tile: Tile, held: Held) -> Iterator[CallParts[np.ndarray]]:
         """The calls of a tile whose blocks hold these rows, query side first."""
+        if self.cut.whole_rows:
+            yield self._whole_call(tile, held)
+            return
         blocks = tuple(
             tuple((layout, *rows_of_side) for rows_of_side in zip(shards, rows, strict=True))
             for layout, shards, rows in zip(self.layouts, tile[:2], held, strict=True)
@@ -82,6 +90,31 @@ class TileCalls(NamedTuple):
                     for side, shards, rows_of_side in zip(Side, tile[:2], rows_by_side, strict=True)
                 )
                 yield CallParts(call, q, k, q_heads, kv_heads)
+
+    def _whole_call(self, tile: Tile, held: Held) -> CallParts[np.ndarray]:
+        """One call of all rows and heads of a tile, in the order of its shards."""
+        sides: list[tuple[RowSelection[np.ndarray], ...]] = []
+        sizes: list[int] = []
+        for side, layout, shards, rows in zip(Side, self.layouts, tile[:2], held, strict=True):
+            counts = [count_rows(rows_of_shard) for rows_of_shard in rows]
+            starts = [*accumulate(counts, initial=0)]
+            sizes.append(starts[-1])
+            sides.append(
+                tuple(
+                    RowSelection(
+                        number,
+                        partial(side, shard, tile.heads),
+                        None if len(shards) == 1 else slice(start, start + count),
+                        None,
+                        _index(row_index(of_shard), layout.size(shard)),
+                    )
+                    for number, (shard, start, count, of_shard) in enumerate(
+                        zip(shards, starts, counts, rows, strict=False)
+                    )
+                )
+            )
+        call = KernelCall(((0, sizes[0]),), ((0, sizes[1]),), Kind.FULL)
+        return CallParts(call, sides[0], sides[1], None, None)
 
     def masks(self, group: int) -> Iterator[tuple[Mask, slice | None, slice | None]]:
         """The masks of a head group, and which of its heads each is for."""

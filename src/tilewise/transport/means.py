@@ -1,14 +1,13 @@
 """Means over ranks, differentiable, and the tensors of all ranks on each."""
 
-from typing import Any, TypeGuard
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.arguments import real_number, require_type, shown
-from tilewise.kernels.binned import add_terms, blank_sums, merge_sums, rounded
-from tilewise.plan.sums import MANY_TERMS
 from tilewise.transport.agreement import agree, settled
 from tilewise.transport.protocol import Message, Transport, as_bytes
 
@@ -16,8 +15,28 @@ MOST_LOSSES = 1 << 53
 """Whole numbers up to here are exact in fp64."""
 
 
+class Sum(NamedTuple):
+    """A way to add fp64 numbers of all ranks.
+
+    Attributes:
+        name: on which ranks agree; "fast" takes sums that ranks made, any other one term by term.
+        of: the sum of some numbers, as a tensor of items of 8 bytes.
+        merge: (sum, other): adds another sum to one in place.
+        rounded: a sum as fp64 [1].
+    """
+
+    name: str
+    of: Callable[[Tensor], Tensor]
+    merge: Callable[[Tensor, Tensor], object]
+    rounded: Callable[[Tensor], Tensor]
+
+
+FAST_SUM = Sum("fast", lambda x: x.sum().reshape(1), Tensor.add_, lambda total: total)
+"""The sum in the order of ranks."""
+
+
 def mean_over_ranks(
-    losses: Tensor, count: Tensor | float, transport: Transport, canonical: bool = False
+    losses: Tensor, count: Tensor | float, transport: Transport, addition: Sum = FAST_SUM
 ) -> Tensor:
     """The sum of all ranks' losses by the sum of the ranks' counts, the same on every rank.
 
@@ -25,7 +44,7 @@ def mean_over_ranks(
 
     Args:
         losses: any number of losses of this rank, or their sum.
-        canonical: they are those of each token, and are added as a binned sum.
+        addition: the way in which they are added.
     Raises:
         ValueError: the same on every rank, unless losses are numbers and count is at least 0.
     """
@@ -38,9 +57,10 @@ def mean_over_ranks(
                 f"losses ({tuple(losses.shape)}, {losses.dtype}) and count ({shown(number)}) must "
                 "be this rank's losses or their sum, floating-point numbers, and how many they are"
             )
-        if (canonical or losses.numel() != 1) and losses.numel() < number:
+        exact = addition.name != "fast"
+        if (exact or losses.numel() != 1) and losses.numel() < number:
             why = "pass the loss of each token, as of cross_entropy(..., reduction='none')"
-            if canonical:
+            if exact:
                 why += "; a sum made on each rank has other bits at another split"
             raise ValueError(
                 f"losses {tuple(losses.shape)} are fewer than count ({number:g}); {why}"
@@ -49,11 +69,11 @@ def mean_over_ranks(
             "call": "mean",
             "dtype": str(losses.dtype),
             "device": losses.device.type,
-            "canonical": str(canonical),
+            "reduction": addition.name,
         }
 
     agree(transport, settled(transport, check), None, "first")
-    return _Mean.apply(losses, count, transport, canonical)  # pyright: ignore[reportReturnType]
+    return _Mean.apply(losses, count, transport, addition)  # pyright: ignore[reportReturnType]
 
 
 def _is_one_number(count: Any) -> TypeGuard[Tensor]:
@@ -70,23 +90,19 @@ def on_every_rank(transport: Transport, x: Tensor) -> list[Tensor]:
 class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, losses: Tensor, count: Tensor | float, transport: Transport, canonical: bool
+        ctx: Any, losses: Tensor, count: Tensor | float, transport: Transport, addition: Sum
     ) -> Tensor:
         ctx.shape, flat = losses.shape, losses.detach().double().reshape(-1)
-        total = _binned_total(flat) if canonical else flat.sum().reshape(1)
+        total = addition.of(flat)
         counted = torch.as_tensor(count, dtype=torch.float64, device=flat.device).reshape(1)
         own = torch.cat([total.view(torch.int64), counted.view(torch.int64)])
         first, *others = on_every_rank(transport, own)
-        sums, counts = first[:-1].view(total.dtype), first[-1:].view(torch.float64)
+        sums, counts = first[:-1].view(total.dtype).clone(), first[-1:].view(torch.float64)
         for other in others:
             counts = counts + other[-1:].view(torch.float64)
-            if canonical:
-                merge_sums(sums, other[:-1], MANY_TERMS)
-            else:
-                sums = sums + other[:-1].view(torch.float64)
+            addition.merge(sums, other[:-1].view(total.dtype))
         ctx.count = counts
-        total = rounded(sums, MANY_TERMS, torch.float64) if canonical else sums
-        return (total / ctx.count).to(losses.dtype).reshape(())
+        return (addition.rounded(sums) / ctx.count).to(losses.dtype).reshape(())
 
     @staticmethod
     @once_differentiable
@@ -95,17 +111,6 @@ class _Mean(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         share = (grad / ctx.count).to(grad.dtype).reshape(())
         return share.expand(ctx.shape), None, None, None
-
-
-def _binned_total(numbers: Tensor) -> Tensor:
-    """Return the binned sum of numbers, int64 [columns]."""
-    sums = blank_sums((max(1, len(numbers)),), 1, MANY_TERMS, numbers.device)
-    add_terms(sums[: len(numbers)], numbers.unsqueeze(1), MANY_TERMS)
-    while len(sums) > 1:
-        half = (len(sums) + 1) // 2
-        merge_sums(sums[: len(sums) - half], sums[half:], MANY_TERMS)
-        sums = sums[:half]
-    return sums[0]
 
 
 def exchange_tensors(

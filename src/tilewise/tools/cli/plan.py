@@ -121,7 +121,7 @@ def _print(
         f"{work.num_heads}:{work.num_kv_heads} heads of {work.shown_widths}, {work.dtype}, "
         f"{work.mask!r}, {best.layout.name}"
         + (f", wire {best.wire}" if work.wire else "")
-        + (", canonical" if work.canonical else ""),
+        + ("" if work.strategies is None else f", {work.reduction}"),
         highlight=False,
     )
     console.print(_table(candidates_shown, console.width >= NARROW))

@@ -168,8 +168,8 @@ def _work(plan: Plan, planned: Candidate | None, about: WorkOptions) -> Workload
 def checked(work: Workload, plan: Plan) -> str:
     """Check a plan for a workload; returns what was found to be true."""
     found = f"{plan.name}: every pair is computed once"
-    plan.check(work.mask, work.computed_layout(plan.world_size))
-    if not work.canonical:
+    plan.check(work.mask, work.layout_for(plan.world_size).owned)
+    if work.strategies is None:
         return found
     plan.check_canonical(work)
     return f"{found}, and every result has the same bits at any split"

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import tilewise as tw
-from tilewise.tokens.blocks import BLOCK, GradientSums, run_by_blocks, sum_gradients
+from tilewise.exact.by_blocks import BLOCK, GradientSums, run_by_blocks
+from tilewise.tokens.gradients import OwnGradients, sum_gradients
 from tilewise.transport.resolve import transport_for
 
 WIDTH, WORDS = 24, 11
@@ -66,7 +67,7 @@ def trained(layout: tw.Layout, dtype: torch.dtype, binned: bool = True) -> dict[
         else:
             out = head(sum(layer(mine)))
         out.backward(layout.shard(dout, rank))
-        sum_gradients(layer, transport, sums if binned else None)
+        sum_gradients(layer, transport, sums if binned else OwnGradients())
         assert layer.unused.grad is None
         grads = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
         return out.detach(), grads
