@@ -19,9 +19,7 @@ from tilewise.arguments import item_bytes
 from tilewise.compiler.program import Team
 from tilewise.plan.ir import Item
 from tilewise.plan.payload import Field, row_shape
-from tilewise.plan.sums import SumColumns
 from tilewise.tiles.calls import KernelCall
-from tilewise.tiles.leaf_pairs import LeafPairs
 
 
 class Home(Enum):
@@ -265,44 +263,6 @@ class Attend(NamedTuple):
         return tuple(ref for result in self.results for ref in result.refs)
 
 
-class AttendLeaves(NamedTuple):
-    """The kernel calls of a canonical reduction on two shards, added to binned sums.
-
-    Attributes:
-        operands: q, k, v; in backward dout, lse, delta too.
-        sums: of the queries; in backward of the keys and values too.
-        columns: of each of these.
-        first_head: which of all query heads the call's first one is.
-    """
-
-    call: LeafPairs
-    operands: tuple[Ref, ...]
-    sums: tuple[Ref, ...]
-    columns: tuple[SumColumns, ...]
-    first_head: int
-
-    reads = property(lambda self: (*self.operands, *self.sums))
-    writes = property(lambda self: self.sums)
-
-
-class Finish(NamedTuple):
-    """Compute results of binned sums: out and lse (and the largest scores), or gradients.
-
-    Attributes:
-        first_head: which of all heads of their side the sums' first one is.
-        home: the rank whose rows they are.
-    """
-
-    sums: Ref
-    targets: tuple[Ref, ...]
-    columns: SumColumns
-    first_head: int
-    home: int
-
-    reads = property(lambda self: (self.sums,))
-    writes = property(lambda self: self.targets)
-
-
 class ExpandKey(NamedTuple):
     """Latents that a call reads; the backward pass may find again what forward made of them."""
 
@@ -339,8 +299,6 @@ class Merge(NamedTuple):
     """Add partial results to others: attentions by their lse, gradients as sums.
 
     Attributes:
-        columns: of binned sums, which are added as such; None: of other partials.
-        short: the sources are bytes of sums as they travel, [rows, batch, n].
         targets: of all rows that rows selects, in order.
         rows: the rows of targets to which the sources' belong; None: one after the other.
         scratch: room for these rows of targets, where rows are selected by a table.
@@ -351,8 +309,6 @@ class Merge(NamedTuple):
     by_lse: bool
     rows: Table | None = None
     scratch: tuple[Ref, ...] = ()
-    columns: SumColumns | None = None
-    short: bool = False
 
     reads = property(lambda self: (*self.sources, *self.targets))
     writes = property(lambda self: (*self.scratch, *self.targets))
@@ -387,8 +343,6 @@ Op: TypeAlias = (
     | Post
     | Wait
     | Attend
-    | AttendLeaves
-    | Finish
     | Expand
     | Pull
     | Merge
@@ -530,10 +484,6 @@ class Code(NamedTuple):
                 adds = "adds to" if all(result.adds for result in op.results) else "writes"
                 operands = ", ".join(map(self.named, op.operands))
                 return f"attend {calls} of {operands}; {adds} {writes}"
-            case AttendLeaves():
-                operands = ", ".join(map(self.named, op.operands))
-                calls = f"{len(op.call.pairs)} pairs of leaves"
-                return f"attend {calls} of {operands}; adds to {writes}"
             case Wait():
                 return f"wait for {', '.join(map(self.named, op.touched))}"
             case Post():

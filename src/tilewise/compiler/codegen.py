@@ -9,7 +9,7 @@ it adds, what becomes a partial result without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial as partial_of
 from functools import reduce
 from itertools import accumulate, product
@@ -22,7 +22,6 @@ from tilewise.arguments import item_bytes, require_range
 from tilewise.compiler.code import (
     Ask,
     Attend,
-    AttendLeaves,
     Bytes,
     Code,
     CodeWriter,
@@ -33,7 +32,6 @@ from tilewise.compiler.code import (
     Expand,
     ExpandKey,
     Fill,
-    Finish,
     Home,
     KeptBuffer,
     Line,
@@ -75,13 +73,11 @@ from tilewise.compiler.program import (
 )
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.layout import Layout
-from tilewise.layouts.leaves import edges_of_sides
 from tilewise.plan.builder import gc_paused, operand, partial
 from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile, Transfer
 from tilewise.plan.kept import kept_with_plan
 from tilewise.plan.payload import STATISTICS, Field, Payload, RowFormat, accumulator, row_shape
-from tilewise.plan.row_ranges import count, count_rows, row_index
-from tilewise.plan.sums import SumColumns
+from tilewise.plan.row_ranges import count, count_rows
 from tilewise.tiles.call_rows import (
     CallParts,
     CallStyle,
@@ -91,7 +87,6 @@ from tilewise.tiles.call_rows import (
     num_rows,
     span,
 )
-from tilewise.tiles.leaf_pairs import LeafPairs, LeafSide, leaf_pairs
 
 SMALL_BYTES = 2**20
 """Up to here a message costs more than a copy of it; beyond, copies are avoided."""
@@ -187,18 +182,11 @@ class _Arena(NamedTuple):
 
 
 KnownCalls = dict[tuple[Tile, tuple[Sequence[Rows], ...]], tuple[CallParts[np.ndarray], ...]]
-KnownPairs = dict[tuple[Tile, Rows, Rows], tuple[LeafPairs, ...]]
 
 
 @kept_with_plan(keep=1, each_rank=True)
 def _known_calls(plan: Plan, rank: int, table: TileCalls) -> KnownCalls:
     """The kernel calls of a rank's tiles, as they become known; both passes have the same."""
-    return {}
-
-
-@kept_with_plan(keep=1, each_rank=True)
-def _known_pairs(plan: Plan, rank: int, table: TileCalls) -> KnownPairs:
-    """The pairs of leaves of a rank's tiles, as they become known."""
     return {}
 
 
@@ -292,14 +280,6 @@ class _PackedRows:
         shape = rows, self._code.batch, *row_shape(field.name, heads, field.width)
         return self._code.new(f"{name}.{field.name}", shape, field.dtype)
 
-    def blank(self, wire: Ref, part: Part, name: str) -> list[Ref]:
-        """Tensors to be written: the fields of packed rows, or such as `write` takes later."""
-        row, rows = self.formats[part], self._code.shape(wire)[0]
-        if row.in_place:
-            return list(self.fields_at(wire, 0, rows, part, name).values())
-        heads = self._payload.heads(part[0])
-        return [self._apart(rows, heads, field, name) for field in row.fields]
-
     def write(self, sources: Sequence[Ref], wire: Ref, part: Part, of: tuple[Item, int]) -> None:
         """Copy tensors into packed rows, encoded where the format says so.
 
@@ -329,10 +309,6 @@ class _PackedRows:
         assert spec.start == 0, "packed rows of such a format have a buffer of their own"
         form = self.formats[part], self._payload.heads(part[0])
         return self.decoded(spec.buffer, first, rows, form, name)
-
-    def is_short(self, part: Part) -> bool:
-        """Return whether an item is sums that travel in fewer bits than they have in memory."""
-        return any(isinstance(field.wire, SumColumns) for field in self.formats[part].fields)
 
 
 After = Callable[[], None]
@@ -398,17 +374,10 @@ class _Partials:
         first.
         """
         payload, heads = self._payload, self._payload.heads(side)
-        columns = self.columns_of(side)
-        if columns is not None:
-            return [("sums", (heads, columns.num_columns), 0.0)]
         return [
             (name, row_shape(name, heads, width), -np.inf if name in STATISTICS else 0.0)
             for name, width in payload.results(side)
         ]
-
-    def columns_of(self, side: Side) -> SumColumns | None:
-        """The columns of a side's partials if they are binned sums."""
-        return self._payload.sums(side) if self._payload.canonical else None
 
     def new(self, item: Item, home: Home = Home.WORKSPACE) -> tuple[Ref, ...]:
         """Tensors for a partial, of any content."""
@@ -594,22 +563,17 @@ class _Partials:
     def merge_arrived(self, transfer: Transfer, values: Sequence[Ref], adds: bool) -> None:
         """Add what has arrived to what is here, or copy it if that is nothing."""
         item, rows = transfer.item, transfer.rows
-        short = self._packing.is_short(item[:2])
         if not adds and rows is None and item not in self._unused:
             self._here[item] = self.new(item)
-            fields = self._packing.formats[item[:2]].fields
-            for source, target, field in zip(values, self._here[item], fields, strict=True):
-                copied = Decode(source, target, field) if short else Copy(source, target)
-                self._code.add(copied)
+            for source, target in zip(values, self._here[item], strict=True):
+                self._code.add(Copy(source, target))
             return
         totals = self.made(item)
         for mine, here in packed_ranges(rows or ((0, self._size(item)),)):
             sources = [self._code.rows(x, here) for x in values]
             targets = [self._code.rows(x, mine) for x in totals]
-            by_lse = not self._payload.backward and not self._payload.canonical
-            columns = self.columns_of(item.side)
-            ends = tuple(sources), tuple(targets)
-            self._code.add(Merge(*ends, by_lse, columns=columns, short=short))
+            by_lse = not self._payload.backward
+            self._code.add(Merge(tuple(sources), tuple(targets), by_lse))
 
     def add_group(self, items: Sequence[Item]) -> None:
         """Keep partials of these operands side by side."""
@@ -659,7 +623,6 @@ class _Generator:
         self._table = TileCalls(self._tile_layouts, mask, groups, cut)
         self._known_calls = _known_calls(pruned, rank, self._table)
         self._keeps = call.keep and not payload.backward
-        self._known_pairs = _known_pairs(pruned, rank, self._table)
         self._acc = accumulator(payload.dtype)
         self._lines: list[Line] = []
         self._contiguous: dict[str, None] = {}
@@ -712,7 +675,7 @@ class _Generator:
             exchanges=exchanges,
         )
         found: dict[Role, HeadExchange] = {}
-        whole_buffers = self._batch and not latent and not self._payload.canonical
+        whole_buffers = self._batch and not latent
         if exchanges and all(one.by_head for one in exchanges) and whole_buffers:
             for launch in program.instructions:
                 if isinstance(launch, Launch):
@@ -928,13 +891,9 @@ class _Generator:
         elif item.role is Role.RESULT:
             wire = self._packing.wire(str(item), self._size(item), part)
             home = partial(item.side, item.shard, item.heads)
-            if self._payload.canonical:
-                self._finish_into(wire, item)
-            else:
-                self._packing.write(self._partials.made(home), wire, part, (item, self._rank))
+            self._packing.write(self._partials.made(home), wire, part, (item, self._rank))
             self._packed[item] = wire
-            if self._rank in self._plan.owners[item.side][item.shard]:
-                self._results[home] = self._packing.read(wire, part, str(item))
+            self._results[home] = self._packing.read(wire, part, str(item))
         elif pack.rows is not None:
             held = self._operands[item]
             wire = self._packing.wire(f"{item} to send", count_rows(pack.rows), part)
@@ -950,19 +909,6 @@ class _Generator:
             wire = self._packing.wire(str(item), self._size(item), part)
             self._packing.write([held.fields[name] for name in names], wire, part, (item, 0))
             self._operands[item] = held._replace(wire=wire)
-
-    def _finish_into(self, wire: Ref, result: Item) -> None:
-        """Finish a partial, and write the result as it travels."""
-        side, _, shard, heads = result
-        (sums,) = self._partials.made(partial(side, shard, heads))
-        part = result[:2]
-        targets = self._packing.blank(wire, part, str(result))
-        columns, home = self._partials.columns_of(side), self._plan.home(side, shard)
-        assert columns is not None, "sums are finished"
-        first = self._carried.slice(side, heads).start
-        self._code.add(Finish(sums, tuple(targets), columns, first, home))
-        if not self._packing.formats[part].in_place:
-            self._packing.write(targets, wire, part, (result, self._rank))
 
     def _leave(self, pack: Pack) -> None:
         """Write a partial, which moves on, as bytes."""
@@ -1130,12 +1076,6 @@ class _Generator:
 
     def _unpack(self, transfer: Transfer) -> None:
         room, part = self._arriving_wires[transfer], transfer.item[:2]
-        if self._packing.is_short(part) and transfer not in self._left:  # added as they arrive
-            form = self._packing.formats[part], self._payload.heads(part[0])
-            spec, rows = self._code.tensors[room.tensor], self._code.shape(room)[0]
-            arrived = self._packing.columns(spec.buffer, spec.start, rows, form, str(transfer.item))
-            self._arrived[transfer] = tuple(arrived)
-            return
         self._take_in(transfer, self._packing.read(room, part, str(transfer.item)))
 
     def _take_in(self, transfer: Transfer, fields: dict[str, Ref]) -> None:
@@ -1163,10 +1103,6 @@ class _Generator:
             self._partials.put(item, self._partials.new(item, Home.MADE))
             self._code.add(Ask(self._partials.made(item)))
             return
-        if self._payload.canonical:
-            for shards in product(tile.q, tile.kv):
-                self._attend_leaves(Tile(shards[:1], shards[1:], heads))
-            return
         if self._by_head:
             tile = Tile((0,), (0,), heads)
         q = [self._operand(operand(Side.Q, shard, heads)) for shard in tile.q]
@@ -1176,54 +1112,6 @@ class _Generator:
             self._known_calls[tile, held] = tuple(self._table.calls(tile, held))
         for parts in self._known_calls[tile, held]:
             self._attend(parts, q, kv)
-
-    def _attend_leaves(self, tile: Tile) -> None:
-        """The calls of a shard of queries and one of keys, pair by pair of their leaves."""
-        items = operand(Side.Q, tile.q[0], tile.heads), operand(Side.KV, tile.kv[0], tile.heads)
-        q, kv = map(self._operand, items)
-        key = tile, q.rows, kv.rows
-        if key not in self._known_pairs:
-            self._known_pairs[key] = tuple(self._leaf_pairs(tile, q.rows, kv.rows))
-        backward = self._payload.backward
-        names = ("dout", "lse", "delta") if backward else ()
-        for pairs in self._known_pairs[key]:
-            q_heads, kv_heads = (
-                None if x is None else slice(*x) for x in (pairs.q_heads, pairs.kv_heads)
-            )
-            first = self._groups.slice(Side.Q, tile.heads).start
-            first += 0 if q_heads is None else q_heads.start
-            operands = (
-                self._code.rows(q.fields["q"], None, q_heads),
-                *(self._code.rows(kv.fields[name], None, kv_heads) for name in ("k", "v")),
-                *(self._code.rows(q.fields[name], None, q_heads) for name in names),
-            )
-            sums: list[Ref] = []
-            columns: list[SumColumns] = []
-            for item, heads in zip(items[: 1 + backward], (q_heads, kv_heads), strict=False):
-                (made,) = self._partials.made(partial(*item[:1], *item[2:]))
-                sums.append(self._code.rows(made, None, heads))
-                of_side = self._partials.columns_of(item.side)
-                assert of_side is not None
-                columns.append(of_side)
-            arguments = pairs, operands, tuple(sums), tuple(columns), first
-            self._code.add(AttendLeaves(*arguments))
-
-    def _leaf_pairs(self, tile: Tile, q_rows: Rows, kv_rows: Rows) -> Iterator[LeafPairs]:
-        """The pairs of leaves of a tile of two shards, for each mask of its heads."""
-        layouts, groups = self._tile_layouts, self._groups
-        tokens = layouts[0].num_tokens, layouts[1].num_tokens
-        edges = edges_of_sides(self._table.mask, tokens, groups.num_heads // groups.num_kv_heads)
-        q_side, kv_side = (
-            LeafSide(edge, layout.rows(shards[0])[local], local)
-            for edge, layout, shards, local in zip(
-                edges, layouts, tile[:2], map(row_index, (q_rows, kv_rows)), strict=True
-            )
-        )
-        for mask, q_heads, kv_heads in self._table.masks(tile.heads):
-            found = leaf_pairs(q_side, kv_side, mask)
-            heads = (None if x is None else (x.start, x.stop) for x in (q_heads, kv_heads))
-            if found.pairs:
-                yield LeafPairs(*found[:3], *heads)
 
     def _operand(self, item: Item) -> Held:
         held = self._operands[item]
@@ -1379,29 +1267,20 @@ class _Generator:
         if self._by_head:
             self._collect_heads(side, results)
             return
-        held, columns = self._held[side], self._partials.columns_of(side)
-        if len(held) == self._groups.groups == 1 and columns is None:
+        held = self._held[side]
+        if len(held) == self._groups.groups == 1:
             self._finish(partial(side, held[0][0]), results, fields)
             return
         for shard, at in held:
             sums: dict[int, tuple[Ref, ...]] = {}  # by first head
             for group in range(self._groups.groups):
                 item, heads = partial(side, shard, group), self._carried.slice(side, group)
-                if columns is not None and item in self._results:
-                    targets = [self._code.rows(x, at, heads) for x in results]
-                    for value, target in zip(self._results[item].values(), targets, strict=True):
-                        self._code.add(Copy(value, target))
-                    continue
                 values = self._final(item)
                 before = sums.setdefault(heads.start, values)
                 if before is not values:  # groups may share a KV head, whose gradients sum
-                    self._code.add(Merge(values, before, by_lse=False, columns=columns))
+                    self._code.add(Merge(values, before, by_lse=False))
             width = self._carried.slice(side, 0).stop
             for first, values in sums.items():
-                if columns is not None:
-                    targets = [self._code.rows(x, at, slice(first, first + width)) for x in results]
-                    self._code.add(Finish(values[0], tuple(targets), columns, first, self._rank))
-                    continue
                 for result, value in zip(results, values, strict=True):
                     target = self._code.rows(result, at, slice(first, first + width))
                     self._code.add(Copy(value, target))

@@ -160,17 +160,15 @@ class Pack(NamedTuple):
         rows: rows of the shard; None: all that are here.
         encodes: whether numbers are written in a wire's format.
         filled: False: the item is a partial that nothing was added to, and is blank.
-        finishes: the item is a result, which is computed of binned sums.
     """
 
     item: Item
     rows: Rows | None = None
     encodes: bool = False
     filled: bool = True
-    finishes: bool = False
 
     def __str__(self) -> str:
-        verb = "finish" if self.finishes else "encode" if self.encodes else "pack"
+        verb = "encode" if self.encodes else "pack"
         return f"{verb} {self.item}{rows_label(self.rows)}"
 
 
@@ -241,18 +239,13 @@ class AttendTile(NamedTuple):
 
 
 class Collect(NamedTuple):
-    """Copy the finished partials of a side to the tensors that the pass returns.
-
-    Attributes:
-        finishes: the partials are binned sums, of which these tensors are computed.
-    """
+    """Copy the finished partials of a side to the tensors that the pass returns."""
 
     side: Side
     names: tuple[str, ...]
-    finishes: bool = False
 
     def __str__(self) -> str:
-        return f"{'finish' if self.finishes else 'collect'} {' '.join(self.names)}"
+        return f"collect {' '.join(self.names)}"
 
 
 Operation: TypeAlias = (
@@ -293,7 +286,7 @@ def operations(
     for side in Side:
         names = tuple(name for name, _ in payload.results(side))
         if names:
-            yield Collect(side, names, payload.canonical)
+            yield Collect(side, names)
 
 
 class _Writer:
@@ -334,7 +327,7 @@ class _Writer:
             elif item.role is Role.RESULT:
                 if item not in self._packed:
                     self._packed.add(item)
-                    yield Pack(item, None, encodes, finishes=self._payload.canonical)
+                    yield Pack(item, None, encodes)
             else:
                 if self._needs_packing(item):
                     self._packed.add(item)

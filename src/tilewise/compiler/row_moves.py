@@ -220,13 +220,6 @@ class RowMoves:
 
 
 @lru_cache(maxsize=64)
-def leaf_moves(layout: Layout, leaves: Layout) -> tuple[RowMoves, RowMoves]:
-    """The moves of rows to the ranks that have their leaves whole, and those back."""
-    there = RowMoves("rows of leaves", layout, leaves.runs)
-    return there, RowMoves("results of leaves", leaves, layout.runs)
-
-
-@lru_cache(maxsize=64)
 def share_moves(layout: Layout) -> RowMoves:
     """The rows that every rank of a joint layout holds, of those that each owns."""
     return RowMoves("share", layout.owned, layout.runs)

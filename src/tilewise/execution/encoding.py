@@ -4,10 +4,8 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import float8
-from tilewise.kernels.short_sums import read_short, write_short
 from tilewise.plan.ir import Item
 from tilewise.plan.payload import Field
-from tilewise.plan.sums import SumColumns
 from tilewise.transport.protocol import as_bytes
 from tilewise.wires.float8 import Float8
 from tilewise.wires.wire import Plain
@@ -33,10 +31,6 @@ def encode(field: Field, x: Tensor, counter: tuple[Item, int]) -> Tensor:
         item, rank = counter
         number = _NUMBERS.index(field.name)
         return float8.encode(wire, x, (item.shard << 15 | item.heads << 4 | number, rank))
-    if isinstance(wire, SumColumns):
-        rows = torch.empty(*x.shape[:3], field.row_bytes, dtype=torch.uint8, device=x.device)
-        write_short(x, wire, rows)
-        return rows.flatten(2)
     raise TypeError(f"{field.name} has a wire that nobody encodes: {wire!r}")
 
 
@@ -54,6 +48,4 @@ def decode(field: Field, columns: Tensor, into: Tensor) -> Tensor:
         return into.copy_(numbers.view(into.shape))
     if isinstance(wire, Float8):
         return float8.decode(columns, into)
-    if isinstance(wire, SumColumns):
-        return read_short(columns.unflatten(-1, (into.shape[2], -1)), wire, into)
     raise TypeError(f"{field.name} has a wire that nobody decodes: {wire!r}")

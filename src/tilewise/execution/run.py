@@ -21,13 +21,6 @@ from tilewise.execution.encoding import decode, encode
 from tilewise.execution.expansion import Expanded, Expansion
 from tilewise.execution.workspace import Numbered, Workspace, WorkspacePool
 from tilewise.kernels.call_cache import CALL_CACHE
-from tilewise.kernels.canonical import (
-    LeafKernel,
-    finish_attention,
-    finish_gradients,
-    merge_columns,
-    merge_short,
-)
 from tilewise.kernels.protocol import (
     Kernel,
     Places,
@@ -64,11 +57,10 @@ class Pass:
     Attributes:
         handles: of exchanges under way, by the number that a wait knows them by.
         ask: computes the partial results of a code that asks for them.
-        sink: one a head, [num_heads] or [batch, num_heads], of a canonical forward pass.
         expanded: the keys and values that were made last.
     """
 
-    __slots__ = ("ask", "dlse", "expanded", "expansion", "handles", "scores", "sink", "transport")
+    __slots__ = ("ask", "dlse", "expanded", "expansion", "handles", "scores", "transport")
 
     def __init__(
         self,
@@ -78,10 +70,9 @@ class Pass:
         expansion: Expansion | None = None,
         dlse: Tensor | None = None,
         ask: Ask | None = None,
-        sink: Tensor | None = None,
     ):
         self.transport, self.scores, self.expansion = transport, scores, expansion
-        self.dlse, self.ask, self.sink = dlse, ask, sink
+        self.dlse, self.ask = dlse, ask
         self.handles: list[Handle] = []
         self.expanded: Expanded | None = None
 
@@ -120,7 +111,6 @@ class BoundCode:
         self._groups: dict[int, int] = {}  # arrivals by their exchange
         self._num_exchanges = 0
         self._awaited: set[int] = set()  # exchanges
-        self._canonical = any(isinstance(op, ops.Finish) for op in code.ops)
         self._made = {*self._tensors_that_ops_make()}
         self._steps = [*self._bound_ops()]
         self._busy_steps = [step for step in self._steps if step is not _no_step]
@@ -306,10 +296,6 @@ class BoundCode:
                 return self._copy(op)
             case ops.Attend():
                 return self._attend(op)
-            case ops.AttendLeaves():
-                return self._attend_leaves(op)
-            case ops.Finish():
-                return self._finish(op)
             case ops.Merge():
                 return self._merge(op)
             case ops.Post():
@@ -480,41 +466,7 @@ class BoundCode:
         assert found is not None
         return found
 
-    def _attend_leaves(self, op: ops.AttendLeaves) -> Step:
-        assert self._kernel is not None
-        leaves = LeafKernel(self._kernel)
-        run = leaves.backward if self.code.backward else leaves.forward
-        operands, sums = ([*map(self._number, refs)] for refs in (op.operands, op.sums))
-        call, first, columns = op.call, op.first_head, op.columns
-
-        def step(t: Numbered, work: Pass) -> None:
-            into = tuple([t[i] for i in sums])
-            run(tuple([t[i] for i in operands]), call, work.scores, first, into, columns)
-
-        return step
-
-    def _finish(self, op: ops.Finish) -> Step:
-        sums, targets = self._number(op.sums), [*map(self._number, op.targets)]
-        columns, first, backward = op.columns, op.first_head, self.code.backward
-        num_heads = self.code.shape(op.sums)[2]
-
-        def step(t: Numbered, work: Pass) -> None:
-            into = tuple([t[i] for i in targets])
-            if backward:
-                finish_gradients(t[sums], columns, into)
-                return
-            sink = work.sink
-            sink = None if sink is None else sink[..., first : first + num_heads]
-            finish_attention(t[sums], columns, into, sink)
-
-        return step
-
     def _merge(self, op: ops.Merge) -> Step:
-        columns = op.columns
-        if columns is not None:
-            into, other = self._number(op.targets[0]), self._number(op.sources[0])
-            merge = merge_short if op.short else merge_columns
-            return lambda t, _: merge(t[into], t[other], columns)
         sources, targets = [*map(self._number, op.sources)], [*map(self._number, op.targets)]
         rows, scratch = self._table(op.rows), [*map(self._number, op.scratch)]
         pairs = [*zip(sources, targets, strict=True)]

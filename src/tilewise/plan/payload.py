@@ -5,8 +5,6 @@
             |                     | largest (maximum)  |            |
     backward| q, dout, lse, delta | dq (sum)           | k, v       | dk, dv (sum)
 
-Under a canonical reduction partials are binned sums instead: one tensor of integers for each side.
-Results, which are finished partials, are then what the pass returns; else they are as partials.
 A latent travels in place of k and v, and dlatent in place of dk and dv. One table for executor,
 volume and simulator, so that what is counted is what travels. Rows of operands are padded to 16
 bytes where kernels load so many at once (see `Payload.row_format`).
@@ -17,7 +15,6 @@ from typing import NamedTuple
 
 from tilewise.arguments import ITEM_BYTES, Save, item_bytes, of_kind
 from tilewise.plan.ir import Item, Plan, Role, Side
-from tilewise.plan.sums import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, SumColumns
 from tilewise.wires.wire import Plain, Wire, Wires
 
 ALIGNMENT_BYTES = 16
@@ -53,7 +50,7 @@ class Field(NamedTuple):
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one number, or of one integer of sums."""
+        """Bytes of one number."""
         return item_bytes(self.dtype)
 
 
@@ -85,7 +82,6 @@ class Payload(NamedTuple):
         max_logit: every row's largest score travels with out and lse, as they do.
         only: of a backward pass, the side whose gradients alone it computes; None: of both.
         whole_rows: a tile is one kernel call of all its rows, whose results are complete.
-        canonical: partials are binned sums, whose bits do not depend on the order of merging.
     """
 
     backward: bool
@@ -97,7 +93,6 @@ class Payload(NamedTuple):
     wires: Wires
     saved: bool = False
     max_logit: bool = False
-    canonical: bool = False
     only: Side | None = None
     whole_rows: bool = False
 
@@ -115,39 +110,14 @@ class Payload(NamedTuple):
             if self.backward and side is Side.Q:
                 fields += [Field("lse", 1, statistic), Field("delta", 1, statistic)]
             return tuple(fields)
-        if self.canonical and role is Role.PARTIAL:
-            columns = self.sums(side)
-            if columns is None:
-                return ()
-            wire = columns if columns.is_short else None
-            return (Field("sums", columns.num_columns, columns.dtype, wire),)
         return tuple(
             Field(name, width, statistic) if name in STATISTICS else self._result(name, width)
             for name, width in self.results(side)
         )
 
-    def sums(self, side: Side) -> SumColumns | None:
-        """The columns of a side's partials under a canonical reduction; None: it has none.
-
-        Forward the numerators of out, and apart their denominators, which may be of another size,
-        and which lse needs in full.
-        """
-        form = {"float64": FLOAT64, "bfloat16": BFLOAT16, "float16": FLOAT16}.get(
-            self.dtype, FLOAT32
-        )
-        if self.backward:
-            widths = tuple(width for _, width in self.inputs(side))
-            return SumColumns((form,) * len(widths), widths)
-        if side is Side.KV:
-            return None
-        statistic = FLOAT64 if self.dtype == "float64" else FLOAT32
-        return SumColumns((form, statistic), (self.v_head_dim, 1), self.max_logit)
-
     @property
     def partial_dtype(self) -> str:
         """The dtype that partials have in memory."""
-        if self.canonical:
-            return "int64" if self.dtype == "float64" else "int32"
         return accumulator(self.dtype)
 
     def results(self, side: Side) -> tuple[tuple[str, int], ...]:
@@ -171,10 +141,8 @@ class Payload(NamedTuple):
 
     def _result(self, name: str, width: int) -> Field:
         """A tensor of a partial or a result. A Plain one is merged as it arrives, any other is
-        decoded to what it is merged in; a canonical one is finished.
+        decoded to what it is merged in.
         """
-        if self.canonical:
-            return Field(name, width, self.dtype)
         wire = self.wires.partials
         if isinstance(wire, Plain):
             return Field(name, width, wire.dtype or self.dtype)
@@ -225,10 +193,6 @@ class Payload(NamedTuple):
     def row_bytes(self, item: Item) -> int:
         """Bytes of one token of an item, padding counted."""
         return self.row_format(item.side, item.role).num_bytes
-
-    def least_partial_bytes(self, side: Side) -> int:
-        """The fewest bytes of one token of a partial: it may be finished and travel as a result."""
-        return min(self.row_bytes(Item(side, role, 0)) for role in (Role.PARTIAL, Role.RESULT))
 
 
 class ShardWeights(NamedTuple):
