@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.exact.kernel import ExactKernel
+from tilewise.exact.kernel import CpuKernel
 from tilewise.kernels.bias import Bias
 from tilewise.kernels.protocol import Places, Scores
 from tilewise.tiles.calls import KernelCall, Kind
@@ -32,7 +32,7 @@ class Whole:
         *tensors, delta = (torch.randn(self.rows, 1, *x, generator=make) for x in sizes)
         self.q, self.k, self.v, self.dout = (x.to(dtype) for x in tensors)
         self.delta = delta.to(torch.float64 if dtype == torch.float64 else torch.float32)
-        self.kernel = ExactKernel(mask, (self.rows, self.rows))
+        self.kernel = CpuKernel(mask, (self.rows, self.rows))
         self.lse = torch.zeros(0)
 
     def forward(

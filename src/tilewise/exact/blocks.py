@@ -2,25 +2,24 @@
 
 A document is a part of the sequence that no allowed pair connects with others. The side whose rows
 a rank has is its *own* side, the other one is *walked*. Walked rows stand in blocks at places that
-the document's length fixes. Own rows may stand anywhere: they are packed into blocks of one size.
+the document alone fixes. Own rows may stand anywhere: they are packed into blocks of one size.
 
     walked    | block 0 | block 1 | block 2 |      absent rows are zero and masked
-    own rows  -> -> -> -> -> -> -> -> -> ->       each meets the blocks in this order
+    own rows  -> -> -> -> -> -> -> -> -> -> ->     each meets the blocks in this order
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from tilewise.masks import strips
 from tilewise.masks.base import Mask
 from tilewise.masks.components import components
+from tilewise.masks.strips import Strips
 from tilewise.plan.ir import Side
 
 LEAST_ROWS = 64
@@ -36,22 +35,32 @@ MOST_ROWS = 512
 MOST_OWN_ROWS = 256
 """Rows of an own block at most: its scores of one walked block fit in a processor's cache."""
 
-Positions = NDArray[np.int64]
+Array = NDArray[np.int64]
 
 
-def walked_rows(length: int) -> int:
-    """Rows of each walked block of a document of so many tokens, a power of two."""
+class BlockSizes(NamedTuple):
+    """Rows of own and of walked blocks."""
+
+    own: int
+    walked: int
+
+
+def usual_sizes(length: int, walked_length: int) -> BlockSizes:
+    """Sizes of a document's blocks for products on the CPU, powers of two.
+
+    Args:
+        length, walked_length: tokens of the document on the own side and on the walked one.
+    """
+    return BlockSizes(min(_rows(length), MOST_OWN_ROWS), _rows(walked_length))
+
+
+def _rows(length: int) -> int:
     usual = min(-(-length // USUAL_BLOCKS), MOST_ROWS)
     return 1 << (max(LEAST_ROWS, usual) - 1).bit_length()
 
 
-def own_rows(length: int) -> int:
-    """Rows of each own block of a document of so many tokens, a power of two."""
-    return min(walked_rows(length), MOST_OWN_ROWS)
-
-
 @lru_cache(maxsize=64)
-def document_edges(mask: Mask, num_tokens: tuple[int, int]) -> tuple[Positions, Positions]:
+def document_edges(mask: Mask, num_tokens: tuple[int, int]) -> tuple[Array, Array]:
     """Where documents begin among the queries and among the keys, with the ends of both.
 
     Where queries and keys are of different sequences, each side is one document.
@@ -63,69 +72,80 @@ def document_edges(mask: Mask, num_tokens: tuple[int, int]) -> tuple[Positions, 
     return q, k
 
 
-class Meeting(NamedTuple):
-    """A walked block that an own block meets.
-
-    Attributes:
-        block: its number in the document.
-        allowed: bool [own rows, walked rows]; None: all pairs.
-    """
-
-    block: int
-    allowed: Tensor | None
-
-
 class Document(NamedTuple):
-    """One document's rows of a call, and the blocks that they meet.
+    """One document's rows of a call.
 
     Attributes:
         own, walked: rows of the operands, in the order of their positions.
+        own_positions: of the own rows.
         slots: places of the walked rows in the document.
-        own_shape, walked_shape: (blocks, rows of a block).
-        own_positions: [blocks, rows of a block]; places without a row repeat the last one.
-        start: position of the document's first walked token.
-        meetings: of each own block, in the order of positions.
+        start, length: first position of the document's walked side, and its tokens.
+        low, high: [depth, own rows]: the walked places that each own row meets are depth intervals
+            [low, high) in ascending order; 0, 0 where it has fewer.
+        sizes: of its blocks.
     """
 
-    own: Tensor
-    walked: Tensor
-    slots: Tensor
-    own_shape: tuple[int, int]
-    walked_shape: tuple[int, int]
-    own_positions: Tensor
+    own: Array
+    walked: Array
+    own_positions: Array
+    slots: Array
     start: int
-    meetings: tuple[tuple[Meeting, ...], ...]
+    length: int
+    low: Array
+    high: Array
+    sizes: BlockSizes
 
-    def walked_positions(self, block: int) -> Tensor:
-        """Positions of a walked block's places, past the document's end too."""
-        rows = self.walked_shape[1]
-        first = self.start + block * rows
-        return torch.arange(first, first + rows)
+    @property
+    def num_own_blocks(self) -> int:
+        return -(-len(self.own) // self.sizes.own)
+
+    @property
+    def num_walked_blocks(self) -> int:
+        return -(-self.length // self.sizes.walked)
+
+    def in_own_blocks(self, x: Array) -> Array:
+        """Values of own rows by block, [..., blocks, rows]; the last row fills up its block."""
+        size = self.num_own_blocks * self.sizes.own
+        places = np.minimum(np.arange(size), len(self.own) - 1)
+        return x[..., places].reshape(*x.shape[:-1], self.num_own_blocks, self.sizes.own)
 
 
 @lru_cache(maxsize=32)
 def documents(
-    mask: Mask, edges_of: Mask, num_tokens: tuple[int, int], own: Side, q: bytes, k: bytes
+    mask: Mask,
+    whole_mask: Mask,
+    num_tokens: tuple[int, int],
+    own: Side,
+    positions: tuple[bytes, bytes],
+    sizes: BlockSizes | None = None,
 ) -> tuple[Document, ...]:
-    """The documents of a call's rows.
+    """The documents of a call that have rows on both sides.
 
     Args:
-        mask: the same for all heads.
-        edges_of: the mask of all heads, whose documents these are.
-        q, k: positions of the call's rows and keys, int64.
+        mask: of the call's heads.
+        whole_mask: of all heads; it says where documents begin.
+        positions: of the call's queries and keys, int64.
+        sizes: of all blocks; None: the usual ones of each document.
     """
-    edges = document_edges(edges_of, num_tokens)
-    positions = tuple(np.frombuffer(x, np.int64) for x in (q, k))
-    by_side = [_by_document(x, of_side) for x, of_side in zip(positions, edges, strict=True)]
+    edges = document_edges(whole_mask, num_tokens)
+    places = [np.frombuffer(x, np.int64) for x in positions]
+    by_side = [_by_document(x, of_side) for x, of_side in zip(places, edges, strict=True)]
+    square = strips.make(0, num_tokens[0], 0, num_tokens[1])
+    pairs = strips.intersect(mask.strips(), square)
     found: list[Document] = []
     for number in sorted(by_side[own].keys() & by_side[1 - own].keys()):
-        spans = [(int(x[number]), int(x[number + 1])) for x in edges]
-        rows = by_side[own][number], by_side[1 - own][number]
-        found.append(_document(mask, own, positions, rows, spans))
+        start, stop = (int(x) for x in edges[1 - own][number : number + 2])
+        rows, walked = by_side[own][number], by_side[1 - own][number]
+        at = places[own][rows]
+        low, high = _intervals(pairs, own, at, start)
+        own_length = int(np.diff(edges[own][number : number + 2])[0])
+        of_blocks = sizes or usual_sizes(own_length, stop - start)
+        slots = places[1 - own][walked] - start
+        found.append(Document(rows, walked, at, slots, start, stop - start, low, high, of_blocks))
     return tuple(found)
 
 
-def _by_document(positions: Positions, edges: Positions) -> dict[int, Positions]:
+def _by_document(positions: Array, edges: Array) -> dict[int, Array]:
     """Rows of each document, in the order of their positions."""
     order = np.argsort(positions, kind="stable")
     document = np.searchsorted(edges, positions[order], "right") - 1
@@ -134,65 +154,44 @@ def _by_document(positions: Positions, edges: Positions) -> dict[int, Positions]
     return {int(document[s]): part for s, part in zip(starts, parts, strict=True)}
 
 
-def _document(
-    mask: Mask,
-    own: Side,
-    positions: Sequence[Positions],
-    rows: tuple[Positions, Positions],
-    spans: Sequence[tuple[int, int]],
-) -> Document:
-    own_positions, walked_positions = positions[own][rows[0]], positions[1 - own][rows[1]]
-    (own_start, own_stop), (start, stop) = spans[own], spans[1 - own]
-    size, walked_size = own_rows(own_stop - own_start), walked_rows(stop - start)
-    slots = walked_positions - start
-    num_blocks, num_walked = -(-len(own_positions) // size), -(-(stop - start) // walked_size)
-    places = np.minimum(np.arange(num_blocks * size), len(own_positions) - 1)
-    placed = own_positions[places].reshape(num_blocks, size)
-    present = np.zeros(num_walked * walked_size, bool)
-    present[slots] = True
-    meetings = tuple(
-        tuple(_meetings(mask, own, block, start, stop, present.reshape(-1, walked_size)))
-        for block in placed
-    )
-    return Document(
-        torch.from_numpy(rows[0]),
-        torch.from_numpy(rows[1]),
-        torch.from_numpy(slots),
-        (num_blocks, size),
-        (num_walked, walked_size),
-        torch.from_numpy(placed),
-        start,
-        meetings,
-    )
-
-
-def _meetings(
-    mask: Mask,
-    own: Side,
-    block: Positions,
-    start: int,
-    stop: int,
-    present: NDArray[np.bool_],
-) -> Iterator[Meeting]:
-    """The walked blocks of which a block of own rows sees any row.
+def _intervals(pairs: Strips, own: Side, at: Array, start: int) -> tuple[Array, Array]:
+    """Intervals of walked places that each own row meets, [depth, own rows]; see `Document`.
 
     Args:
-        present: bool [walked blocks, rows], the rows that are here.
+        at: positions of the own rows, ascending.
+        start: position of the first walked place.
     """
-    first, last = int(block.min()), int(block.max()) + 1
-    for number, here in enumerate(present):
-        begin = start + number * len(here)
-        span = begin, min(begin + len(here), stop)
-        ranges = ((first, last), span) if own is Side.Q else (span, (first, last))
-        if not here.any() or not mask.area(*ranges):
-            continue
-        walked = np.arange(*span)
-        pair = (block, walked) if own is Side.Q else (walked, block)
-        table = mask.dense(*pair)
-        allowed = np.zeros((len(block), len(here)), bool)
-        allowed[:, : len(walked)] = table if own is Side.Q else table.T
-        allowed &= here
-        if allowed.all():
-            yield Meeting(number, None)
-        elif allowed.any():
-            yield Meeting(number, torch.from_numpy(allowed))
+    row, low, high = _by_query(pairs, at) if own is Side.Q else _by_key(pairs, at)
+    order = np.lexsort((low, row))
+    row, low, high = row[order], low[order] - start, high[order] - start
+    follows = (row[1:] == row[:-1]) & (low[1:] == high[:-1])  # one interval, cut by the mask
+    first = np.flatnonzero(np.concatenate([[True], ~follows])[: len(row)])
+    last = np.append(first[1:], len(row))[: len(first)] - 1
+    row, low, high = row[first], low[first], high[last]
+    depth = np.arange(len(row)) - np.searchsorted(row, row)
+    table = np.zeros((2, int(depth.max(initial=0)) + 1, len(at)), np.int64)
+    table[0, depth, row], table[1, depth, row] = low, high
+    return table[0], table[1]
+
+
+def _by_query(pairs: Strips, at: Array) -> tuple[Array, Array, Array]:
+    """Row, first and end of the keys of each strip that each query is in."""
+    strip, row = strips.expand(np.searchsorted(at, pairs.q0), np.searchsorted(at, pairs.q1))
+    position = at[row]
+    low = pairs.lo[strip] + pairs.lo_slope[strip] * position
+    return row, low, pairs.hi[strip] + pairs.hi_slope[strip] * position
+
+
+def _by_key(pairs: Strips, at: Array) -> tuple[Array, Array, Array]:
+    """Row, first and end of the queries of each strip that each key is in.
+
+    Key j meets query i if lo + lo_slope i <= j < hi + hi_slope i, slopes 0 or 1.
+    """
+    first = pairs.lo + pairs.lo_slope * pairs.q0
+    last = pairs.hi + pairs.hi_slope * (pairs.q1 - 1)
+    strip, row = strips.expand(np.searchsorted(at, first), np.searchsorted(at, last))
+    key, q0, q1 = at[row], pairs.q0[strip], pairs.q1[strip]
+    low = np.where(pairs.hi_slope[strip], np.maximum(q0, key - pairs.hi[strip] + 1), q0)
+    high = np.where(pairs.lo_slope[strip], np.minimum(q1, key - pairs.lo[strip] + 1), q1)
+    meets = low < high
+    return row[meets], low[meets], high[meets]

@@ -10,21 +10,20 @@ from torch import Tensor
 
 from tilewise.compiler.row_moves import RowMoves
 from tilewise.exact.elementary import exp_parts, log_of, power_of_two
-from tilewise.exact.kernel import ExactKernel
+from tilewise.exact.kernel import CpuKernel, WholeRowsKernel
 from tilewise.exact.passes import exact_passes as exact_passes
 from tilewise.exact.sums import add_terms, blank_sums, folded, rounded
 from tilewise.execution.call import Call, ResolvedCall
 from tilewise.execution.row_moves import moved
 from tilewise.kernels.protocol import Kernel
-from tilewise.kernels.registry import serving_kernel
 from tilewise.layouts.layout import Run, contiguous
 from tilewise.transport.protocol import Transport
 
-KERNELS = {"cpu": ("cpu", "triton"), "cuda": ("triton",)}
+KERNELS = {"cpu": ("cpu",)}
 """Kernels with fixed blocks, by the kind of device; the first is taken where none is named."""
 
 
-def exact_kernel(call: Call, q: Tensor, head_dim: int, needs: tuple[str, ...]) -> Kernel:
+def exact_kernel(call: Call, q: Tensor) -> Kernel:
     """The kernel of whole rows of a canonical call.
 
     Raises:
@@ -32,8 +31,8 @@ def exact_kernel(call: Call, q: Tensor, head_dim: int, needs: tuple[str, ...]) -
     """
     device, named = q.device.type, call.kernel
     served = KERNELS.get(device, ())
-    if named is None and served:
-        named = served[0]
+    if named is None:
+        named = served[0] if served else "triton"
     if not isinstance(named, str) or named not in served:
         name = named if isinstance(named, str) else getattr(named, "name", type(named).__name__)
         raise ValueError(
@@ -41,18 +40,8 @@ def exact_kernel(call: Call, q: Tensor, head_dim: int, needs: tuple[str, ...]) -
             f"so that its bits may depend on the split; on {device} these can: "
             f"{', '.join(map(repr, served)) or 'none'}"
         )
-    own = (
-        None
-        if named == "cpu"
-        else serving_kernel(named, device, q.dtype, head_dim, backward=call.needs_grad, needs=needs)
-    )
     kv_layout = call.kv_layout or call.layout
-    tokens = call.layout.num_tokens, kv_layout.num_tokens
-    if own is None:
-        return ExactKernel(call.mask, tokens)
-    from tilewise.exact.triton import ExactTriton
-
-    return ExactTriton(call.mask, tokens, own)
+    return CpuKernel(call.mask, (call.layout.num_tokens, kv_layout.num_tokens))
 
 
 def check_tensors_beside(sink: Tensor | None, bias: Tensor | None, watched: bool) -> None:
@@ -119,7 +108,7 @@ def sink_gradient(
     dout, dlse = grads
     delta = torch.zeros_like(lse)
     if dout is not None:
-        ExactKernel.row_sum(out.to(lse.dtype) * dout, delta)
+        WholeRowsKernel.row_sum(out.to(lse.dtype) * dout, delta)
     if dlse is not None:
         delta -= dlse
     if out.ndim == 4:

@@ -5,7 +5,7 @@ document. They do not depend on the rows beside it, its place among them, the nu
 the rows that are absent:
 
 - a product has a fixed shape and fresh, aligned operands, and a matrix product of fixed shape gives
-  each row the same bits at any place (tests/exact/test_products.py);
+  each row the same bits at any place (tests/exact/test_kernel.py);
 - one head is a product, by one thread, on widths that are multiples of 16;
 - a walked block that a row does not see changes nothing of it: its weights are 0 and its running
   maximum stays.
@@ -16,18 +16,21 @@ the rows that are absent:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.exact.blocks import Document, Meeting, documents
+from tilewise.exact.blocks import Document, documents
 from tilewise.kernels.bias import BiasPlaces, bias_of_pairs
 from tilewise.kernels.dropout import philox, threshold
-from tilewise.kernels.protocol import Scores, accumulator_dtype
+from tilewise.kernels.protocol import Operands, Scores, accumulator_dtype
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Side
 from tilewise.tiles.calls import KernelCall
@@ -35,10 +38,14 @@ from tilewise.tiles.calls import KernelCall
 WIDTH_UNIT = 16
 """Widths of products are a multiple of it: kernels compute what is left over otherwise."""
 
+Results = tuple[Tensor, ...]
+
 
 @dataclass(frozen=True)
-class ExactKernel:
-    """The kernel of a canonical call on the CPU, for one mask.
+class WholeRowsKernel(ABC):
+    """A kernel that gives each row its complete result, for one mask.
+
+    It is told where its rows lie (`Scores.places`), and reads the mask itself.
 
     Attributes:
         mask: of all heads.
@@ -51,6 +58,22 @@ class ExactKernel:
     square_causal: bool = False
     whole_tile: bool = True
 
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Results:
+        """out, lse (and the largest scores) of queries that see all their keys here."""
+
+    @abstractmethod
+    def query_gradients(self, operands: Operands, scores: Scores) -> Tensor:
+        """dq of queries that see all their keys here."""
+
+    @abstractmethod
+    def key_gradients(self, operands: Operands, scores: Scores) -> tuple[Tensor, Tensor]:
+        """dk and dv of keys that all their queries see here."""
+
+    def supports(self, *_: object, **__: object) -> str | None:
+        """The call was checked when the kernel was made for it."""
+        return None
+
     def forward(
         self,
         q: Tensor,
@@ -58,27 +81,10 @@ class ExactKernel:
         v: Tensor,
         call: KernelCall,
         scale: float,
-        into: tuple[Tensor, ...] | None = None,
+        into: Results | None = None,
         scores: Scores | None = None,
-    ) -> tuple[Tensor, ...]:
-        """out, lse (and the largest scores) of rows that see all their keys here."""
-        scores = _placed(scores)
-        dtype = accumulator_dtype(q.dtype)
-        out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
-        lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype)
-        results = (out, lse, lse.clone()) if scores.max_logit else (out, lse)
-        with _one_thread():
-            for work in self._heads(Side.Q, q, k, scores):
-                keys, values = work.walked(k), work.walked(v)
-                for head in work.heads:
-                    rows = work.own(q, head).mul_(scale)
-                    found = [
-                        _attend(rows[i], keys, values, work.pairs(head, i))
-                        for i in range(len(rows))
-                    ]
-                    for x, blocks in zip(results, zip(*found, strict=True), strict=False):
-                        work.put(x, head, blocks)
-        return _delivered(results, into)
+    ) -> Results:
+        return _delivered(self.attend(q, k, v, _placed(scores)), into)
 
     def backward_q(
         self,
@@ -90,30 +96,12 @@ class ExactKernel:
         delta: Tensor,
         call: KernelCall,
         scale: float,
-        into: tuple[Tensor, ...] | None = None,
+        into: Results | None = None,
         scores: Scores | None = None,
-    ) -> tuple[Tensor, ...]:
-        """dq alone, of rows that see all their keys here."""
-        scores = _placed(scores)
-        dq = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype))
-        with _one_thread():
-            for work in self._heads(Side.Q, q, k, scores):
-                keys, values = work.walked(k), work.walked(v)
-                for head in work.heads:
-                    rows, drows = work.own(q, head).mul_(scale), work.own(dout, head)
-                    shift = work.own_statistic(lse, head), work.own_statistic(delta, head)
-                    found = []
-                    for i in range(len(rows)):
-                        total = torch.zeros_like(rows[i])
-                        row_shift = shift[0][i], shift[1][i]
-                        for j, pairs in work.pairs(head, i):
-                            _, ds = _slopes(
-                                (rows[i], keys[j]), (drows[i], values[j]), row_shift, pairs
-                            )
-                            total.addmm_(ds, keys[j])
-                        found.append(total.mul_(scale))
-                    work.put(dq, head, found)
-        return _delivered((dq,), into)
+    ) -> Results:
+        """dq alone."""
+        operands = Operands(q, k, v, dout, lse, delta)
+        return _delivered((self.query_gradients(operands, _placed(scores)),), into)
 
     def backward_kv(
         self,
@@ -125,31 +113,12 @@ class ExactKernel:
         delta: Tensor,
         call: KernelCall,
         scale: float,
-        into: tuple[Tensor, ...] | None = None,
+        into: Results | None = None,
         scores: Scores | None = None,
-    ) -> tuple[Tensor, ...]:
-        """dk and dv alone, of keys that all their queries see here."""
-        scores = _placed(scores)
-        dtype = accumulator_dtype(q.dtype)
-        dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (k, v))
-        with _one_thread():
-            for work in self._heads(Side.KV, q, k, scores):
-                keys, values = work.own(k, work.kv_head), work.own(v, work.kv_head)
-                totals = torch.zeros_like(keys), torch.zeros_like(values)
-                for head in work.heads:
-                    rows, drows = work.walked(q, head).mul_(scale), work.walked(dout, head)
-                    shift = work.walked_statistic(lse, head), work.walked_statistic(delta, head)
-                    for i in range(len(keys)):
-                        for j, pairs in work.pairs(head, i):
-                            row_shift = shift[0][j], shift[1][j]
-                            p, ds = _slopes(
-                                (keys[i], rows[j]), (values[i], drows[j]), row_shift, pairs
-                            )
-                            totals[0][i].addmm_(ds, rows[j])
-                            totals[1][i].addmm_(p, drows[j])
-                for x, total in zip((dk, dv), totals, strict=True):
-                    work.put(x, work.kv_head, total.unbind(0))
-        return _delivered((dk, dv), into)
+    ) -> Results:
+        """dk and dv alone."""
+        operands = Operands(q, k, v, dout, lse, delta)
+        return _delivered(self.key_gradients(operands, _placed(scores)), into)
 
     def backward(
         self,
@@ -161,13 +130,13 @@ class ExactKernel:
         delta: Tensor,
         call: KernelCall,
         scale: float,
-        into: tuple[Tensor, ...] | None = None,
+        into: Results | None = None,
         scores: Scores | None = None,
-    ) -> tuple[Tensor, ...]:
+    ) -> Results:
         """dq, dk and dv, where a rank has all rows of both sides."""
-        operands = q, k, v, dout, lse, delta
-        first = self.backward_q(*operands, call, scale, into and into[:1], scores)
-        return *first, *self.backward_kv(*operands, call, scale, into and into[1:], scores)
+        operands, placed = Operands(q, k, v, dout, lse, delta), _placed(scores)
+        found = self.query_gradients(operands, placed), *self.key_gradients(operands, placed)
+        return _delivered(found, into)
 
     @staticmethod
     def row_sum(x: Tensor, out: Tensor) -> None:
@@ -178,24 +147,170 @@ class ExactKernel:
             x = torch.cat((paired, x[..., 2 * half :]), -1) if x.shape[-1] % 2 else paired
         out.copy_(x.squeeze(-1))
 
-    def _heads(self, own: Side, q: Tensor, k: Tensor, scores: Scores) -> Iterator[_Work]:
-        """The work of each KV head, batch entry and document."""
+    def mask_of(self, kv_head: int, shared: int, scores: Scores) -> Mask:
+        """The mask of a KV head of the call.
+
+        Args:
+            shared: query heads of a KV head.
+        """
+        masks: Sequence[Mask] | None = getattr(self.mask, "heads", None)
+        if masks is None:
+            return self.mask
         assert scores.places is not None
-        places = scores.places
-        shared = q.shape[2] // k.shape[2]
-        bytes_of = [x.numpy(force=True).tobytes() for x in places[:2]]
-        masks = getattr(self.mask, "heads", None)
+        return masks[scores.places.first_head // shared + kv_head]
+
+
+def position_bytes(scores: Scores) -> tuple[bytes, bytes]:
+    """Positions of a call's queries and keys, as values."""
+    assert scores.places is not None
+    q, k, _ = scores.places
+    return q.numpy(force=True).tobytes(), k.numpy(force=True).tobytes()
+
+
+class CpuKernel(WholeRowsKernel):
+    """Products of fixed shape by PyTorch, one head and one pair of blocks at a time."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Results:
+        dtype = accumulator_dtype(q.dtype)
+        out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+        lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype)
+        results = (out, lse, lse.clone()) if scores.max_logit else (out, lse)
+        with _one_thread():
+            for work in self._work(Side.Q, q, k, scores):
+                keys, values = work.walked(k), work.walked(v)
+                for head in work.heads:
+                    rows = work.own(q, head).mul_(scores.scale)
+                    found = [
+                        _attend(block, keys, values, work.pairs(head, i))
+                        for i, block in enumerate(rows)
+                    ]
+                    for x, blocks in zip(results, zip(*found, strict=True), strict=False):
+                        work.put(x, head, blocks)
+        return results
+
+    def query_gradients(self, operands: Operands, scores: Scores) -> Tensor:
+        q, k, v, dout, lse, delta = operands
+        dq = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype))
+        with _one_thread():
+            for work in self._work(Side.Q, q, k, scores):
+                keys, values = work.walked(k), work.walked(v)
+                for head in work.heads:
+                    rows, drows = work.own(q, head).mul_(scores.scale), work.own(dout, head)
+                    shift = [work.own(x.unsqueeze(-1), head)[..., :1] for x in (lse, delta)]
+                    found = torch.zeros_like(rows)
+                    for i, total in enumerate(found):
+                        for j, pairs in work.pairs(head, i):
+                            ends = (rows[i], keys[j]), (drows[i], values[j])
+                            _, ds = _slopes(*ends, (shift[0][i], shift[1][i]), pairs)
+                            total.addmm_(ds, keys[j])
+                    work.put(dq, head, found.mul_(scores.scale).unbind())
+        return dq
+
+    def key_gradients(self, operands: Operands, scores: Scores) -> tuple[Tensor, Tensor]:
+        q, k, v, dout, lse, delta = operands
+        dk, dv = (torch.zeros(x.shape, dtype=accumulator_dtype(q.dtype)) for x in (k, v))
+        with _one_thread():
+            for work in self._work(Side.KV, q, k, scores):
+                keys, values = work.own(k, work.kv_head), work.own(v, work.kv_head)
+                totals = torch.zeros_like(keys), torch.zeros_like(values)
+                for head in work.heads:
+                    rows, drows = work.walked(q, head).mul_(scores.scale), work.walked(dout, head)
+                    shift = [work.walked(x.unsqueeze(-1), head)[..., :1].mT for x in (lse, delta)]
+                    for i in range(len(keys)):
+                        for j, pairs in work.pairs(head, i):
+                            ends = (keys[i], rows[j]), (values[i], drows[j])
+                            p, ds = _slopes(*ends, (shift[0][j], shift[1][j]), pairs)
+                            totals[0][i].addmm_(ds, rows[j])
+                            totals[1][i].addmm_(p, drows[j])
+                for x, total in zip((dk, dv), totals, strict=True):
+                    work.put(x, work.kv_head, total.unbind())
+        return dk, dv
+
+    def _work(self, own: Side, q: Tensor, k: Tensor, scores: Scores) -> Iterator[_Work]:
+        """The work of each KV head, document and batch entry."""
+        shared, positions = q.shape[2] // k.shape[2], position_bytes(scores)
+        dtype = accumulator_dtype(q.dtype)
         for kv_head in range(k.shape[2]):
-            mask = self.mask
-            if masks is not None:
-                mask = masks[places.first_head // shared + kv_head]
-            found = documents(mask, self.mask, self.num_tokens, own, *bytes_of)
-            for document in found:
-                shape = document.own_shape[1], document.walked_shape[1]
-                dtype = accumulator_dtype(q.dtype)
+            mask = self.mask_of(kv_head, shared, scores)
+            for walk in _walks(mask, self.mask, self.num_tokens, own, positions):
+                shape = walk.own_shape[1], walk.walked_shape[1]
                 tables = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
                 for entry in range(q.shape[1]):
-                    yield _Work(document, own, entry, kv_head, shared, scores, tables)
+                    yield _Work(walk, own, entry, kv_head, shared, scores, tables)
+
+
+class _Meeting(NamedTuple):
+    """A walked block that an own block meets.
+
+    Attributes:
+        block: its number in the document.
+        allowed: bool [own rows, walked rows]; None: all pairs.
+    """
+
+    block: int
+    allowed: Tensor | None
+
+
+class _Walk(NamedTuple):
+    """A document's rows, and the blocks that they meet.
+
+    Attributes:
+        own, walked, slots: as of `Document`.
+        own_shape, walked_shape: (blocks, rows of a block).
+        own_positions: [blocks, rows of a block].
+        start: position of the first walked place.
+        meetings: of each own block, in the order of positions.
+    """
+
+    own: Tensor
+    walked: Tensor
+    slots: Tensor
+    own_shape: tuple[int, int]
+    walked_shape: tuple[int, int]
+    own_positions: Tensor
+    start: int
+    meetings: tuple[tuple[_Meeting, ...], ...]
+
+
+@lru_cache(maxsize=32)
+def _walks(
+    mask: Mask,
+    whole_mask: Mask,
+    num_tokens: tuple[int, int],
+    own: Side,
+    positions: tuple[bytes, bytes],
+) -> tuple[_Walk, ...]:
+    """The documents of a call, with tables of the pairs of blocks; arguments as of `documents`."""
+    found = documents(mask, whole_mask, num_tokens, own, positions)
+    return tuple(
+        _Walk(
+            *(torch.from_numpy(x) for x in (document.own, document.walked, document.slots)),
+            (document.num_own_blocks, document.sizes.own),
+            (document.num_walked_blocks, document.sizes.walked),
+            torch.from_numpy(document.in_own_blocks(document.own_positions)),
+            document.start,
+            _meetings(document),
+        )
+        for document in found
+    )
+
+
+def _meetings(document: Document) -> tuple[tuple[_Meeting, ...], ...]:
+    low, high = (document.in_own_blocks(x) for x in (document.low, document.high))
+    found: list[list[_Meeting]] = [[] for _ in range(document.num_own_blocks)]
+    for number in range(document.num_walked_blocks):
+        start = number * document.sizes.walked
+        stop = start + document.sizes.walked
+        some = ((low < stop) & (high > start)).any((0, 2))
+        every = ((low <= start) & (high >= stop)).any(0).all(1)
+        places = np.arange(start, stop)
+        for block in np.flatnonzero(some).tolist():
+            allowed = None
+            if not every[block]:
+                first, last = low[:, block, :, None], high[:, block, :, None]
+                allowed = torch.from_numpy(((places >= first) & (places < last)).any(0))
+            found[block].append(_Meeting(number, allowed))
+    return tuple(map(tuple, found))
 
 
 class _Work(NamedTuple):
@@ -203,9 +318,10 @@ class _Work(NamedTuple):
 
     Attributes:
         shared: query heads of the KV head.
+        tables: room for two tables of one pair of blocks.
     """
 
-    document: Document
+    walk: _Walk
     own_side: Side
     entry: int
     kv_head: int
@@ -219,38 +335,23 @@ class _Work(NamedTuple):
 
     def own(self, x: Tensor, head: int) -> Tensor:
         """The own rows of a head in blocks: [blocks, rows, width], 0 past the last one."""
-        rows = x[:, self.entry, head].index_select(0, self.document.own)
-        return _in_blocks(rows, None, self.document.own_shape)
+        rows = x[:, self.entry, head].index_select(0, self.walk.own)
+        return _in_blocks(rows, None, self.walk.own_shape)
 
     def walked(self, x: Tensor, head: int | None = None) -> Tensor:
         """The walked rows of a head in blocks, 0 where a row is absent."""
         rows = x[:, self.entry, self.kv_head if head is None else head]
-        rows = rows.index_select(0, self.document.walked)
-        return _in_blocks(rows, self.document.slots, self.document.walked_shape)
-
-    def own_statistic(self, x: Tensor, head: int) -> Tensor:
-        """Numbers of own rows, [blocks, rows, 1]."""
-        rows = x[:, self.entry, head].index_select(0, self.document.own)
-        blocks, size = self.document.own_shape
-        found = x.new_zeros(blocks * size)
-        found[: len(rows)] = rows
-        return found.view(blocks, size, 1)
-
-    def walked_statistic(self, x: Tensor, head: int) -> Tensor:
-        """Numbers of walked rows, [blocks, 1, rows]."""
-        blocks, size = self.document.walked_shape
-        found = x.new_zeros(blocks * size)
-        found[self.document.slots] = x[:, self.entry, head].index_select(0, self.document.walked)
-        return found.view(blocks, 1, size)
+        rows = rows.index_select(0, self.walk.walked)
+        return _in_blocks(rows, self.walk.slots, self.walk.walked_shape)
 
     def pairs(self, head: int, block: int) -> Iterator[tuple[int, _Pairs]]:
         """Walked blocks that an own block meets, in the order of positions."""
-        for meeting in self.document.meetings[block]:
+        for meeting in self.walk.meetings[block]:
             yield meeting.block, _Pairs(self, head, block, meeting)
 
-    def put(self, x: Tensor, head: int, blocks: tuple[Tensor, ...] | list[Tensor]) -> None:
+    def put(self, x: Tensor, head: int, blocks: Sequence[Tensor]) -> None:
         """Write the own rows of a head."""
-        own = self.document.own
+        own = self.walk.own
         rows = torch.cat([*blocks])[: len(own)]
         target = x[:, self.entry, head]
         target[own] = rows[:, : x.shape[-1]] if target.ndim == 2 else rows.squeeze(-1)
@@ -262,7 +363,7 @@ class _Pairs(NamedTuple):
     work: _Work
     head: int
     own_block: int
-    meeting: Meeting
+    meeting: _Meeting
 
     def masked(self, table: Tensor, value: float) -> Tensor:
         """The table with a value where a pair is not allowed; changed in place."""
@@ -270,18 +371,13 @@ class _Pairs(NamedTuple):
         return table if allowed is None else table.masked_fill_(~allowed, value)
 
     @property
-    def _positions(self) -> tuple[Tensor, Tensor]:
-        """Positions of own and of walked rows."""
-        document = self.work.document
-        walked = document.walked_positions(self.meeting.block)
-        return document.own_positions[self.own_block], walked
-
-    @property
     def _places(self) -> tuple[Tensor, Tensor, int]:
         """Positions of queries and of keys, and the query head of the whole attention."""
-        own, walked = self._positions
-        places = self.work.scores.places
+        walk, places = self.work.walk, self.work.scores.places
         assert places is not None
+        size = walk.walked_shape[1]
+        first = walk.start + self.meeting.block * size
+        own, walked = walk.own_positions[self.own_block], torch.arange(first, first + size)
         q, k = (own, walked) if self.work.own_side is Side.Q else (walked, own)
         return q, k, places.first_head + self.head
 
@@ -352,8 +448,7 @@ def _slopes(
         weighed: own and walked rows of dout v^T.
         shift: lse and delta, along the side of the queries.
     """
-    lse, delta = shift
-    first, second = pairs.work.tables
+    (lse, delta), (first, second) = shift, pairs.work.tables
     table, slope = pairs.raised(torch.mm(scored[0], scored[1].T, out=first))
     p = pairs.masked(table.sub_(lse).exp_(), 0.0)
     ds = torch.mm(weighed[0], weighed[1].T, out=second)
@@ -382,7 +477,7 @@ def _placed(scores: Scores | None) -> Scores:
     return scores
 
 
-def _delivered(found: tuple[Tensor, ...], into: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+def _delivered(found: Results, into: Results | None) -> Results:
     """Write results where they are wanted: of whole rows, nothing is there yet."""
     if into is None:
         return found
