@@ -16,14 +16,15 @@ from tilewise.exact.sums import add_terms, blank_sums, folded, rounded
 from tilewise.execution.call import Call, ResolvedCall
 from tilewise.execution.row_moves import moved
 from tilewise.kernels.protocol import Kernel
+from tilewise.kernels.registry import serving_kernel
 from tilewise.layouts.layout import Run, contiguous
 from tilewise.transport.protocol import Transport
 
-KERNELS = {"cpu": ("cpu",)}
+KERNELS = {"cpu": ("cpu", "triton"), "cuda": ("triton",)}
 """Kernels with fixed blocks, by the kind of device; the first is taken where none is named."""
 
 
-def exact_kernel(call: Call, q: Tensor) -> Kernel:
+def exact_kernel(call: Call, q: Tensor, head_dim: int, needs: tuple[str, ...]) -> Kernel:
     """The kernel of whole rows of a canonical call.
 
     Raises:
@@ -31,8 +32,8 @@ def exact_kernel(call: Call, q: Tensor) -> Kernel:
     """
     device, named = q.device.type, call.kernel
     served = KERNELS.get(device, ())
-    if named is None:
-        named = served[0] if served else "triton"
+    if named is None and served:
+        named = served[0]
     if not isinstance(named, str) or named not in served:
         name = named if isinstance(named, str) else getattr(named, "name", type(named).__name__)
         raise ValueError(
@@ -40,8 +41,18 @@ def exact_kernel(call: Call, q: Tensor) -> Kernel:
             f"so that its bits may depend on the split; on {device} these can: "
             f"{', '.join(map(repr, served)) or 'none'}"
         )
+    own = (
+        None
+        if named == "cpu"
+        else serving_kernel(named, device, q.dtype, head_dim, backward=call.needs_grad, needs=needs)
+    )
     kv_layout = call.kv_layout or call.layout
-    return CpuKernel(call.mask, (call.layout.num_tokens, kv_layout.num_tokens))
+    tokens = call.layout.num_tokens, kv_layout.num_tokens
+    if own is None:
+        return CpuKernel(call.mask, tokens)
+    from tilewise.exact.triton import TritonKernel
+
+    return TritonKernel(call.mask, tokens, own)
 
 
 def check_tensors_beside(sink: Tensor | None, bias: Tensor | None, watched: bool) -> None:

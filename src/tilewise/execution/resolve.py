@@ -158,7 +158,7 @@ def resolve(
         call = replace(call, needs_grad=True)
     square = layouts[0] == layouts[1]
     if exact:
-        kernel = exact_kernel(call, q)
+        kernel = exact_kernel(call, q, max(head_dim, v_head_dim), scores.needs)
     else:
         kernel = _kernel(call, q, max(head_dim, v_head_dim), scores.needs, square)
     return ResolvedCall(passes, scores, call.prune, kernel, expansion=expansion)

@@ -102,7 +102,7 @@ class TritonSlices(ProvidedKernel):
         # the kernel takes the largest score before it scales: scale must be positive
         scale = scores.scale
         q, scale = (q, scale) if scale > 0 else (-q, -scale) if scale else (torch.zeros_like(q), 1)
-        launch = _Launch(self._tuning(q, v).forward, call, into is not None, scores)
+        launch = Launch(self._tuning(q, v).forward, call, into is not None, scores)
         views = [view_of(x) for x in (q, k, v, out, lse, largest[0] if largest else lse)]
         scale = scores.softcap or scale
         launch(_kernels()[0], views, (len(q),), scale * math.log2(math.e), PEAKS=bool(largest))
@@ -120,12 +120,12 @@ class TritonSlices(ProvidedKernel):
         *rows, dq, dk, dv = (view_of(x) for x in (q, k, v, dout, *grads))
         padded = statistics.shape[-1]
         if not at_once:
-            launch = _Launch(tuning.dq, call, add, scores)
+            launch = Launch(tuning.dq, call, add, scores)
             launch(by_rows, (*rows, dq, statistics), (len(q), padded), scores.scale)
         passes = (at_once,) if at_once else tuning.keys
         for i, blocks in enumerate(passes):
             made = {"DK": i == 0, "DV": i == len(passes) - 1, "DQ": bool(at_once), "UNIT": UNIT}
-            launch = _Launch(blocks, call, add, scores, of_keys=True)
+            launch = Launch(blocks, call, add, scores, of_keys=True)
             views = *rows, dq, dk, dv, statistics
             launch(by_keys, views, (len(k), padded), scores.scale, **made)
         return grads
@@ -149,7 +149,7 @@ class DeterministicTritonSlices(TritonSlices):
 
 
 @dataclass(frozen=True)
-class _Launch:
+class Launch:
     """One kernel over the work of a call, added to what is there or written over it."""
 
     blocks: LaunchBlocks
@@ -158,16 +158,18 @@ class _Launch:
     scores: Scores
     of_keys: bool = False
 
+    def work(self, own: int, others: int, device: torch.device) -> tuple[Lists, int]:
+        """The lists of the call, kept with it, and how many of their items have work."""
+        key = "triton", own, others, self.of_keys
+        return CALL_CACHE.get(self.call, key, device, lambda: _placed(self.call, *key[1:], device))
+
     def __call__(
         self, kernel: Any, views: Any, sizes: tuple[int, ...], scale: float, **options: Any
     ) -> None:
         (q, *_), (k, *_), (v, *_) = views[:3]
         rows, keys, warps, stages, registers = self.blocks
         own, others = (keys, rows) if self.of_keys else (rows, keys)
-        key = "triton", own, others, self.of_keys
-        lists, num_busy = CALL_CACHE.get(
-            self.call, key, q.device, lambda: _placed(self.call, *key[1:], q.device)
-        )
+        lists, num_busy = self.work(own, others, q.device)
         num_items = num_busy if self.add else len(lists.items)
         heads = (k if self.of_keys else q).shape[2]
         programs = q.shape[1] * heads
@@ -181,10 +183,10 @@ class _Launch:
         if registers:
             options["maxnreg"] = registers
         views, step = in_steps(views)
-        work = *views, lists, *sizes, heads, q.shape[2] // k.shape[2], scale
+        listed = *views, lists, *sizes, heads, q.shape[2] // k.shape[2], scale
         with torch.cuda.device_of(q):
             kernel[(num_items, programs)](
-                *work,
+                *listed,
                 _rule(self.scores),
                 HEAD_DIM=q.shape[3],
                 WIDTH=_block_width(q),
