@@ -15,13 +15,14 @@ the unsplit gradient.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType, MethodType
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from tilewise.integrations.hf_check import base_model, check_model, refuse_new_a
 from tilewise.integrations.hf_plan import choose_layouts, may_choose, work_to_plan
 from tilewise.integrations.hf_proof import is_masked
 from tilewise.integrations.hf_rope import RopeLengths
+from tilewise.integrations.hf_saved import Shared, SplitName
 from tilewise.integrations.hf_states import (
     CACHES,
     documents_of_call,
@@ -95,7 +97,7 @@ def split_forward(
         ValueError: as of check_model and base_model.
     """
     base = base_model(model)
-    if hasattr(base, "_tilewise_rows"):
+    if getattr(base, "_tilewise_rows", None) is not None:
         split = base._tilewise_rows
     else:
         if getattr(base.config.get_text_config(decoder=True), "output_router_logits", False):
@@ -107,16 +109,14 @@ def split_forward(
         _use_attention(base)
         split.lengths.agree_in(base)
         if hasattr(base, "generate"):
-            base.generate = MethodType(_generate_unsplit, base)
+            base.generate = functools.partial(_generate_unsplit, base)
     refuse_new_adapters(model, group)
     called: Any
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
         if not hasattr(called, "_tilewise_hooked"):
             called._tilewise_hooked = True
-            before: Any = torch.compiler.disable(_before)
-            after: Any = torch.compiler.disable(_after)
-            called.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-            called.register_forward_hook(after, with_kwargs=True, always_call=True)
+            called.register_forward_pre_hook(_before, with_kwargs=True, prepend=True)
+            called.register_forward_hook(_after, with_kwargs=True, always_call=True)
         if called is not base:
             called._tilewise_rows = split
 
@@ -193,7 +193,7 @@ class SplitCall:
     as_tuple: bool
 
 
-class SplitForward:
+class SplitForward(Shared):
     """The split of one model's calls: its group, strategy, and what is known of the model."""
 
     def __init__(
@@ -217,10 +217,6 @@ class SplitForward:
         self.work = work_to_plan(base, self.transport.rank) if strategy == "auto" else None
         self.lengths = _KnownLengths(_GroupOnly(group))  # pyright: ignore[reportArgumentType]
         self._by_length: RecentValues[int, ContextParallel] = RecentValues(KEPT)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SplitForward:
-        """A copied model is split in the same way: a process group cannot be copied."""
-        return self
 
     def for_length(self, num_tokens: int, device: str) -> ContextParallel:
         """The layout and plan of rows of this length.
@@ -492,8 +488,12 @@ def _runs_unsplit(given: Mapping[str, Any]) -> bool:
     return bool(_state.paused or cached or given.get("use_cache"))
 
 
+@torch.compiler.disable
 def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    split: SplitForward = module._tilewise_rows
+    split: SplitForward | None = module._tilewise_rows
+    if split is None:
+        _state.calls.append(None)
+        return None
     named = dict(zip(split.parameters, args, strict=False)) | given
     if _state.call is not None or split.transport.world_size == 1 or _runs_unsplit(named):
         _state.calls.append(None)
@@ -510,6 +510,7 @@ def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     return (), inputs
 
 
+@torch.compiler.disable
 def _after(module: Any, args: Any, given: Any, result: Any) -> Any:
     entry = _state.calls.pop() if _state.calls else None
     if entry is None:
@@ -533,7 +534,7 @@ def _use_attention(base: Any) -> None:
     text = config.get_text_config(decoder=True)
     beside = text._attn_implementation
     # transformers looks for words such as "flash" in a name.
-    name = f"tilewise_rows_{beside.encode().hex()}"
+    name = SplitName(f"tilewise_rows_{beside.encode().hex()}", beside)
     AttentionInterface.register(name, _attention_beside(beside))
     AttentionMaskInterface.register(name, _masks_beside(beside))
     sub_configs = getattr(config, "sub_configs", ())

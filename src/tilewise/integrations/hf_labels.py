@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from tilewise.context_parallel import ContextParallel
+from tilewise.integrations.hf_saved import Shared
 from tilewise.transport.agreement import agree
 from tilewise.transport.resolve import transport_for
 
@@ -21,12 +22,22 @@ def refuse_labels_sharded_by_hand(model: nn.Module, cp: ContextParallel, *, mask
     """
     if not hasattr(model, "_tilewise_labels"):
         model.register_forward_pre_hook(_check, with_kwargs=True)
-    model._tilewise_labels = cp, masked  # pyright: ignore[reportArgumentType]
+    model._tilewise_labels = _Labels(cp, masked)  # pyright: ignore[reportArgumentType]
+
+
+class _Labels(Shared):
+    """The ranks over which a model runs, and whether it predicts labels where they are."""
+
+    def __init__(self, cp: ContextParallel, masked: bool) -> None:
+        self.cp, self.masked = cp, masked
 
 
 def _check(model: Any, _: Any, given: dict[str, Any]) -> None:
-    cp, masked = model._tilewise_labels
-    needed = ("num_items_in_batch",) if masked else ("shift_labels",)
+    labels: _Labels | None = model._tilewise_labels
+    if labels is None:
+        return
+    cp = labels.cp
+    needed = ("num_items_in_batch",) if labels.masked else ("shift_labels",)
     missing = [name for name in needed if given.get(name) is None]
     if cp.world_size == 1 or given.get("labels") is None or not missing:
         return
