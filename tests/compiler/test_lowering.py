@@ -14,7 +14,7 @@ from support.programs import most_held, operand_spans
 
 import tilewise as tw
 from tilewise.compiler.lowering import lower, tile_operands
-from tilewise.compiler.program import Compute, Instruction, Launch, Program, Wait
+from tilewise.compiler.program import Await, Compute, Instruction, Launch, Program
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Item, Plan, Role, Side
 
@@ -46,7 +46,7 @@ def launches(program: Program) -> list[Launch]:
     return [i for i in program.instructions if isinstance(i, Launch)]
 
 
-def arrived(program: Program, wait: Wait) -> list[Item]:
+def arrived(program: Program, wait: Await) -> list[Item]:
     (launch,) = [one for one in launches(program) if one.handle == wait.handle]
     return [launch.recvs[index].item for index in wait.arrivals]
 
@@ -59,7 +59,7 @@ def test_every_receive_is_waited_for_once_and_before_its_use(n: int, ahead: int)
             program = tw.lower(plan, rank, ahead=ahead)
             under_way: dict[Item, int] = Counter()
             for instruction in program.instructions:
-                if isinstance(instruction, Wait):
+                if isinstance(instruction, Await):
                     for item in arrived(program, instruction):
                         under_way[item] -= 1
                 assert not any(under_way[item] for item in used(instruction)), (plan, rank)
@@ -76,10 +76,10 @@ def test_waits_stand_at_the_first_use(n: int):
             program = tw.lower(plan, rank)
             instructions = program.instructions
             for place, wait in enumerate(instructions):
-                if not isinstance(wait, Wait):
+                if not isinstance(wait, Await):
                     continue
                 rest = instructions[place + 1 :]
-                nearest = next((i for i in rest if not isinstance(i, Wait)), None)
+                nearest = next((i for i in rest if not isinstance(i, Await)), None)
                 if nearest is None:
                     continue
                 # Several launches may begin one step: all that its sends need comes before.

@@ -293,7 +293,9 @@ def field_shape(buffer: RowBuffer, one: Field, batch: int) -> tuple[int, ...]:
 
 
 def blank_value(name: str) -> float:
-    """What a partial has where nothing was added: out and gradients 0, statistics -inf."""
+    """Return the value of a partial to which nothing was added: 0 for out and gradients, -inf for
+    statistics.
+    """
     return -np.inf if name in STATISTICS else 0.0
 
 

@@ -163,7 +163,7 @@ class Facts:
 
     @cached_property
     def by_head(self) -> dict[Role, HeadExchange]:
-        """How teams exchange heads by whole buffers, by role; none if they do not."""
+        """The exchange of heads by one buffer each way, by role; empty if teams send items."""
         launches, exchanges = self.launches, self.plan.traits.exchanges
         teams = bool(launches) and all(launch.team is not None for launch in launches)
         if not teams or not all(x.by_head for x in exchanges) or not self.call.batch or self.latent:
@@ -189,14 +189,20 @@ class Facts:
         return as_one_shard(q), as_one_shard(kv)
 
     def table(self, by_head: bool) -> TileCalls:
-        """How tiles are cut into kernel calls; of one shard where heads were exchanged."""
+        """Return the table that cuts tiles into kernel calls.
+
+        Args:
+            by_head: whether heads were exchanged, so that a tile reads one shard of all rows.
+        """
         layouts = self.whole_layouts if by_head else self.resolved.layouts
         cut = CallStyle(whole_rows=True) if self.payload.whole_rows else self.traits.cut
         return TileCalls(layouts, self.resolved.mask, self.resolved.groups, cut)
 
     @cached_property
     def held(self) -> tuple[tuple[tuple[int, tuple[int, int]], ...], ...]:
-        """By side the shards that this rank holds, and which of its rows each is."""
+        """The shards that this rank holds, by side, each with its (start, stop) among the rank's
+        rows.
+        """
         plan = self.plan
         return tuple(
             tuple(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 from tilewise.arguments import checks_arguments
-from tilewise.compiler.program import Compute, Instruction, Launch, Program, Team, Wait
+from tilewise.compiler.program import Await, Compute, Instruction, Launch, Program, Team
 from tilewise.plan.builder import gc_paused, operand
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, TeamExchange, Tile, Transfer
 
@@ -105,10 +105,10 @@ class _ProgramWriter:
     def _wait(self, item: Item) -> None:
         places = self.pending.pop(item, [])
         if len(places) == 1:
-            self.instructions.append(Wait(places[0][0], places[0][1:]))
+            self.instructions.append(Await(places[0][0], places[0][1:]))
             return
         for handle, arrivals in groupby(places, key=lambda place: place[0]):
-            self.instructions.append(Wait(handle, tuple(index for _, index in arrivals)))
+            self.instructions.append(Await(handle, tuple(index for _, index in arrivals)))
 
     def _lane(self, transfer: Transfer) -> int:
         return int(

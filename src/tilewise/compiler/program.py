@@ -41,7 +41,7 @@ class Launch(NamedTuple):
         return _launch_label(self.sends, self.recvs)
 
 
-class Wait(NamedTuple):
+class Await(NamedTuple):
     """Let these receives of a launch arrive (by their place in recvs)."""
 
     handle: int
@@ -57,7 +57,7 @@ class Compute(NamedTuple):
         return compute_label(self.tile)
 
 
-Instruction = Launch | Wait | Compute
+Instruction = Launch | Await | Compute
 
 
 class Program(NamedTuple):
@@ -81,7 +81,7 @@ class Program(NamedTuple):
         """
         launched: dict[int, tuple[Transfer, ...]] = {}
         for instruction in self.instructions:
-            if isinstance(instruction, Wait):
+            if isinstance(instruction, Await):
                 recvs = launched[instruction.handle]
                 yield wait_label([recvs[index] for index in instruction.arrivals])
                 continue

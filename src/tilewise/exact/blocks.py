@@ -61,7 +61,8 @@ def _rows(length: int) -> int:
 
 @lru_cache(maxsize=64)
 def document_edges(mask: Mask, num_tokens: tuple[int, int]) -> tuple[Array, Array]:
-    """Where documents begin among the queries and among the keys, with the ends of both.
+    """Return the first positions of all documents among the queries and among the keys, each list
+    with the number of tokens at its end.
 
     Where queries and keys are of different sequences, each side is one document.
     """
@@ -72,7 +73,7 @@ def document_edges(mask: Mask, num_tokens: tuple[int, int]) -> tuple[Array, Arra
     return q, k
 
 
-class Document(NamedTuple):
+class DocumentRows(NamedTuple):
     """One document's rows of a call.
 
     Attributes:
@@ -118,7 +119,7 @@ def documents(
     own: Side,
     positions: tuple[bytes, bytes],
     sizes: BlockSizes | None = None,
-) -> tuple[Document, ...]:
+) -> tuple[DocumentRows, ...]:
     """The documents of a call that have rows on both sides.
 
     Args:
@@ -132,7 +133,7 @@ def documents(
     by_side = [_by_document(x, of_side) for x, of_side in zip(places, edges, strict=True)]
     square = strips.make(0, num_tokens[0], 0, num_tokens[1])
     pairs = strips.intersect(mask.strips(), square)
-    found: list[Document] = []
+    found: list[DocumentRows] = []
     for number in sorted(by_side[own].keys() & by_side[1 - own].keys()):
         start, stop = (int(x) for x in edges[1 - own][number : number + 2])
         rows, walked = by_side[own][number], by_side[1 - own][number]
@@ -141,7 +142,9 @@ def documents(
         own_length = int(np.diff(edges[own][number : number + 2])[0])
         of_blocks = sizes or usual_sizes(own_length, stop - start)
         slots = places[1 - own][walked] - start
-        found.append(Document(rows, walked, at, slots, start, stop - start, low, high, of_blocks))
+        found.append(
+            DocumentRows(rows, walked, at, slots, start, stop - start, low, high, of_blocks)
+        )
     return tuple(found)
 
 
@@ -155,7 +158,7 @@ def _by_document(positions: Array, edges: Array) -> dict[int, Array]:
 
 
 def _intervals(pairs: Strips, own: Side, at: Array, start: int) -> tuple[Array, Array]:
-    """Intervals of walked places that each own row meets, [depth, own rows]; see `Document`.
+    """Intervals of walked places that each own row meets, [depth, own rows]; see `DocumentRows`.
 
     Args:
         at: positions of the own rows, ascending.

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.exact.blocks import Document, documents
+from tilewise.exact.blocks import DocumentRows, documents
 from tilewise.kernels.bias import BiasPlaces, bias_of_pairs
 from tilewise.kernels.dropout import philox, threshold
 from tilewise.kernels.protocol import Operands, Scores, accumulator_dtype
@@ -255,7 +255,7 @@ class _Walk(NamedTuple):
     """A document's rows, and the blocks that they meet.
 
     Attributes:
-        own, walked, slots: as of `Document`.
+        own, walked, slots: as of `DocumentRows`.
         own_shape, walked_shape: (blocks, rows of a block).
         own_positions: [blocks, rows of a block].
         start: position of the first walked place.
@@ -297,7 +297,7 @@ def _walks(
     )
 
 
-def _meetings(document: Document) -> tuple[tuple[_Meeting, ...], ...]:
+def _meetings(document: DocumentRows) -> tuple[tuple[_Meeting, ...], ...]:
     low, high = (document.in_own_blocks(x) for x in (document.low, document.high))
     found: list[list[_Meeting]] = [[] for _ in range(document.num_own_blocks)]
     for number in range(document.num_walked_blocks):

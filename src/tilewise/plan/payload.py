@@ -233,11 +233,6 @@ class HeadGroups(NamedTuple):
     groups: int
 
     @property
-    def shares_kv_heads(self) -> bool:
-        """True if several groups have the same KV head."""
-        return self.groups > self.num_kv_heads
-
-    @property
     def size(self) -> tuple[int, int]:
         """Query heads and KV heads of one group."""
         return self.num_heads // self.groups, max(1, self.num_kv_heads // self.groups)

@@ -154,7 +154,7 @@ def _some_teams(model: PassModel, degree: int, num_teams: int) -> list[int]:
 
 
 class _Call(NamedTuple):
-    """What a kernel call of a tile computes at least.
+    """The least work of one kernel call of a tile.
 
     Attributes:
         area: pairs, those at the edge of the mask that a kernel computes in vain among them.
@@ -263,7 +263,7 @@ class _TileBounds:
         return (2 * len(q) - half_q) * sizes[0] // 2, (2 * len(kv) - half_kv) * sizes[1] // 2
 
     def _cell_rows(self, tile: Tile) -> tuple[int, int]:
-        """Of each shard the most rows that it has in the cell of one of the other side."""
+        """Return the least number of rows with results by side: of each shard its largest cell."""
         most: tuple[dict[int, int], dict[int, int]] = {}, {}
         for pair in product(tile.q, tile.kv):
             cell = self._cells.get(pair) if self._cells else None

@@ -54,7 +54,7 @@ def price_programs(
 
 
 class _Sent(NamedTuple):
-    """What one launch sends to one peer, of one side and role: it travels as one message."""
+    """A message: all items of one side and role that one launch sends to one peer."""
 
     peer: int
     part: tuple[Side, Role]

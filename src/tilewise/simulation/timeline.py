@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 class SpannedOperation(Protocol):
-    """What a span says of an operation beside its time."""
+    """The fields of an operation that its span repeats, beside the time."""
 
     @property
     def label(self) -> str: ...

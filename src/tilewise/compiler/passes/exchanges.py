@@ -31,8 +31,7 @@ from tilewise.compiler.ops import (
     TeamExchange,
     Wait,
 )
-from tilewise.compiler.program import Compute, Launch, Team, compute_label, wait_label
-from tilewise.compiler.program import Wait as Await
+from tilewise.compiler.program import Await, Compute, Launch, Team, compute_label, wait_label
 from tilewise.plan.builder import partial
 from tilewise.plan.ir import Role, Side, Tile
 from tilewise.plan.payload import STATISTICS, Field

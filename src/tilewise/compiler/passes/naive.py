@@ -36,7 +36,7 @@ Travelling: TypeAlias = tuple[Item, Rows | None]
 
 @dataclass
 class Holdings:
-    """What a rank has at some point of its pass.
+    """The items that a rank has at some point of its pass.
 
     Attributes:
         operands: what tiles read.
