@@ -24,7 +24,7 @@ from tilewise.layouts.cells import Cell
 from tilewise.masks.tables import PerHead
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Transfer
 from tilewise.plan.kept import kept_with_plan
-from tilewise.plan.payload import STATISTICS, accumulator
+from tilewise.plan.payload import STATISTICS, Payload, accumulator
 from tilewise.plan.row_ranges import count
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel, Reach
@@ -52,7 +52,8 @@ Shares = tuple[tuple[int, float], ...]
 
 
 def shape_bound(model: PassModel, option: Option) -> float:
-    """Return a bound by the shape of the ranks' tiles: kernels at their best, bytes over each link.
+    """Return a bound by the shape of the ranks' tiles: kernels at their best with the copies and
+    merges that cannot be spared, and bytes over each link.
 
     Where a mask leaves ranks different work, the bound is of kernels alone, the same for all
     options.
@@ -82,7 +83,37 @@ def shape_bound(model: PassModel, option: Option) -> float:
     crossing_bytes = sum((n - 1) * size for n, size in zip(nodes, shard_bytes, strict=True))
     nic_seconds = max(entering_bytes, crossing_bytes) * machine.nic_sharers / machine.nic_bandwidth
     kernels = _compute_seconds(model, *_largest_call(model, option))
-    return SAFE * max(kernels, sent_bytes / best_bandwidth, nic_seconds)
+    own_seconds = kernels + _memory_seconds(model, option)
+    return SAFE * max(own_seconds, sent_bytes / best_bandwidth, nic_seconds)
+
+
+def _memory_seconds(model: PassModel, option: Option) -> float:
+    """Least seconds of a rank's copies and merges: of what calls write and what leaves.
+
+    Args:
+        option: of a known shape.
+    """
+    payload, degree, machine = model.payload(option.degree), option.degree, model.machine
+    if payload.whole_rows or option.kind == "balanced_ring":  # of a pair either shard travels
+        return 0.0
+    rows = min(model.layout.sizes) * degree
+    tile, call = option.shape[:2], option.shape.call
+    merged = packed = 0.0
+    for side in Side:
+        made, held = _result_bytes(payload, side)
+        partial_bytes = rows * model.least_share * payload.row_bytes(Item(side, Role.PARTIAL, 0))
+        others = tile[side] - 1
+        packed += others * partial_bytes
+        if held:
+            calls = tile[1 - side] / call[1 - side]  # that have results of a row
+            written = tile[side] * ((calls - 1) * (made + 2 * held) + (made != held) * (made + held))
+            merged += rows * (0.5 if model.alike else 1.0) * written
+            merged += others * partial_bytes
+        if degree > 1:
+            own_bytes = payload.row_bytes(Item(side, Role.OPERAND, 0))
+            packed += rows * model.least_share * own_bytes + partial_bytes
+    seconds = merged / (3 * machine.merge_bandwidth) if machine.merge_bandwidth else 0.0
+    return seconds + (packed / machine.pack_bandwidth if machine.pack_bandwidth else 0.0)
 
 
 def _largest_call(model: PassModel, option: Option) -> tuple[float, float]:
@@ -98,6 +129,15 @@ def _compute_seconds(model: PassModel, queries: float, keys: float) -> float:
     speed = model.best_speed(max(queries, 1), max(keys, 1))
     launch = model.machine.launch_seconds + model.kernel.launch_seconds
     return model.flop / model.world_size / speed + launch
+
+
+def _result_bytes(payload: Payload, side: Side) -> tuple[int, int]:
+    """Bytes of a row of results, as a kernel makes them and as partials hold them."""
+    numbers = [(name in STATISTICS, width) for name, width in payload.results(side)]
+    held = item_bytes(accumulator(payload.dtype))
+    made = sum(width * (held if kept else item_bytes(payload.dtype)) for kept, width in numbers)
+    heads = payload.heads(side)
+    return heads * made, heads * held * sum(width for _, width in numbers)
 
 
 def steps_bound(model: PassModel, option: Option) -> float:
@@ -188,17 +228,8 @@ class _TileBounds:
         self._prices, self._table, self._cells, self._halved = prices, table, cells, halved
         self.payload, self.layouts = prices.resolved.payload, prices.resolved.layouts
         self._query_sizes = self.layouts[0].sizes
-        self._result_bytes = tuple(self._bytes_of_results(side) for side in Side)
+        self._result_bytes = tuple(_result_bytes(self.payload, side) for side in Side)
         self._known: dict[Any, list[_Call]] = {}
-
-    def _bytes_of_results(self, side: Side) -> tuple[int, int]:
-        """Bytes of a row of results, as a kernel makes them and as partials hold them."""
-        payload = self.payload
-        numbers = [(name in STATISTICS, width) for name, width in payload.results(side)]
-        held = item_bytes(accumulator(payload.dtype))
-        made = sum(width * (held if kept else item_bytes(payload.dtype)) for kept, width in numbers)
-        heads = payload.heads(side)
-        return heads * made, heads * held * sum(width for _, width in numbers)
 
     def seconds(self, tile: Tile, begun: set[Item]) -> float:
         """Return the least seconds of a tile's kernels and of adding its results to its partials.
@@ -240,7 +271,7 @@ class _TileBounds:
                 tuple(((0, layout.sizes[shard]),) for shard in shards)
                 for layout, shards in zip(self.layouts, tile[:2], strict=True)
             )
-            calls = (parts.call for parts in self._table.calls(tile, (held[0], held[1])))
+            calls = self._table.kernel_calls(tile, (held[0], held[1]))
             self._known[key] = [
                 _Call(
                     x.num_q,
