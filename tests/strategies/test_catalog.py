@@ -61,8 +61,11 @@ def test_a_variant_reads_the_shards_that_its_shape_says(entry: catalog.StrategyE
         calls = [(len(tile.q), len(tile.kv)) for tile in tiles]
         if variant.shape.q:
             assert sum(q * kv for q, kv in calls) == 6 * variant.shape.q * variant.shape.kv
-            rows, columns = variant.shape.call
-            assert all(q <= rows and kv <= columns for q, kv in calls)
+            assert all(
+                any(q <= rows and kv <= columns for rows, columns in variant.shape.calls)
+                for q, kv in calls
+            )
+            assert not variant.shape.at_once or len(calls) == 6
 
 
 @pytest.mark.parametrize("n", [*range(1, 40), 64, 144])

@@ -52,8 +52,9 @@ Shares = tuple[tuple[int, float], ...]
 
 
 def shape_bound(model: PassModel, option: Option) -> float:
-    """Return a bound by the shape of the ranks' tiles: kernels at their best with the copies and
-    merges that cannot be spared, and bytes over each link.
+    """Return a bound by the shape of the ranks' tiles: bytes over each link, and kernels at their
+    best with the copies and merges that cannot be spared. Where one call reads all shards, they
+    follow each other.
 
     Where a mask leaves ranks different work, the bound is of kernels alone, the same for all
     options.
@@ -61,12 +62,27 @@ def shape_bound(model: PassModel, option: Option) -> float:
     tokens = model.work.num_tokens
     if model.alike is None or not option.shape.q:
         return SAFE * _compute_seconds(model, tokens, tokens)
-    payload, degree, machine = model.payload(option.degree), option.degree, model.machine
+    rows = min(model.layout.sizes) * option.degree
+    kernels = min(_compute_seconds(model, q * rows, kv * rows) for q, kv in option.shape.calls)
+    own_seconds = kernels + _memory_seconds(model, option)
+    payload = model.payload(option.degree)
+    arriving, leaving = (
+        [payload.row_bytes(Item(side, role, 0)) for side in Side]
+        for role in (Role.OPERAND, Role.PARTIAL)
+    )
+    if option.shape.at_once:
+        return SAFE * (
+            own_seconds + sum(_link_seconds(model, option, x) for x in (arriving, leaving))
+        )
+    sent = [sum(of_both) for of_both in zip(arriving, leaving, strict=True)]
+    return SAFE * max(own_seconds, _link_seconds(model, option, sent))
+
+
+def _link_seconds(model: PassModel, option: Option, row_bytes: list[int]) -> float:
+    """Least seconds in which a rank's tiles get, or return, so many bytes a row of each side."""
+    degree, machine = option.degree, model.machine
     rows = min(model.layout.sizes) * degree * model.least_share
-    shard_bytes = [
-        rows * sum(payload.row_bytes(Item(side, role, 0)) for role in (Role.OPERAND, Role.PARTIAL))
-        for side in Side
-    ]
+    shard_bytes = [rows * num_bytes for num_bytes in row_bytes]
     if option.kind == "balanced_ring":  # of a pair either shard travels
         shard_bytes = [min(shard_bytes)] * 2
     tile, nodes = option.shape[:2], option.shape.nodes
@@ -82,13 +98,11 @@ def shape_bound(model: PassModel, option: Option) -> float:
     entering_bytes *= min(degree, machine.node_size) / machine.node_size
     crossing_bytes = sum((n - 1) * size for n, size in zip(nodes, shard_bytes, strict=True))
     nic_seconds = max(entering_bytes, crossing_bytes) * machine.nic_sharers / machine.nic_bandwidth
-    kernels = _compute_seconds(model, *_largest_call(model, option))
-    own_seconds = kernels + _memory_seconds(model, option)
-    return SAFE * max(own_seconds, sent_bytes / best_bandwidth, nic_seconds)
+    return max(sent_bytes / best_bandwidth, nic_seconds)
 
 
 def _memory_seconds(model: PassModel, option: Option) -> float:
-    """Least seconds of a rank's copies and merges: of what calls write and what leaves.
+    """Least seconds of a rank's copies and merges: of what calls write, and of what leaves.
 
     Args:
         option: of a known shape.
@@ -97,36 +111,35 @@ def _memory_seconds(model: PassModel, option: Option) -> float:
     if payload.whole_rows or option.kind == "balanced_ring":  # of a pair either shard travels
         return 0.0
     rows = min(model.layout.sizes) * degree
-    tile, call = option.shape[:2], option.shape.call
+    shards = option.shape[:2]
+    added: list[int] = []  # bytes of adding a row of a call's results, by side
     merged = packed = 0.0
     for side in Side:
         made, held = _result_bytes(payload, side)
+        added.append(made + 2 * held if held else 0)
         partial_bytes = rows * model.least_share * payload.row_bytes(Item(side, Role.PARTIAL, 0))
-        others = tile[side] - 1
+        others = shards[side] - 1
         packed += others * partial_bytes
         if held:
-            calls = tile[1 - side] / call[1 - side]  # that have results of a row
-            written = tile[side] * ((calls - 1) * (made + 2 * held) + (made != held) * (made + held))
-            merged += rows * (0.5 if model.alike else 1.0) * written
-            merged += others * partial_bytes
+            first = made + held if made != held else 0
+            merged += others * partial_bytes - shards[side] * rows * (added[-1] - first)
         if degree > 1:
             own_bytes = payload.row_bytes(Item(side, Role.OPERAND, 0))
             packed += rows * model.least_share * own_bytes + partial_bytes
+    pairs = shards[0] * shards[1]  # a call of q x kv shards adds to q and to kv shards
+    merged += pairs * rows * min(added[0] / kv + added[1] / q for q, kv in option.shape.calls)
+    merged = max(0.0, merged) * (0.5 if model.alike else 1.0)
     seconds = merged / (3 * machine.merge_bandwidth) if machine.merge_bandwidth else 0.0
     return seconds + (packed / machine.pack_bandwidth if machine.pack_bandwidth else 0.0)
 
 
-def _largest_call(model: PassModel, option: Option) -> tuple[float, float]:
-    """Queries, and keys per query, of the largest kernel call that a plan could make."""
-    if 0 in option.shape.call:
-        return model.work.num_tokens, model.work.num_tokens
-    rows = max(model.layout.sizes) * option.degree
-    keys = option.shape.call[1] * rows
-    return option.shape.call[0] * rows, (keys + 1) / 2 if model.alike else keys
-
-
 def _compute_seconds(model: PassModel, queries: float, keys: float) -> float:
-    speed = model.best_speed(max(queries, 1), max(keys, 1))
+    """Least seconds of all kernels of a rank, in calls of at most so many rows.
+
+    Under a causal mask, of zigzag shards half the keys of all queries, or all keys of half of them.
+    """
+    sizes = [(queries, (keys + 1) / 2), (queries / 2, keys)] if model.alike else [(queries, keys)]
+    speed = max(model.best_speed(max(q, 1), max(k, 1)) for q, k in sizes)
     launch = model.machine.launch_seconds + model.kernel.launch_seconds
     return model.flop / model.world_size / speed + launch
 

@@ -139,7 +139,7 @@ def _inside(
     """Plans for the ranks of one head group."""
     n = world_size // degree
     if n == 1 and degree > 1:
-        yield Variant("ulysses", partial(ring, 1), Shape(1, 1, (1, 1)))
+        yield Variant("ulysses", partial(ring, 1), Shape(1, 1, ((1, 1),)))
         return
     few_ranks = n <= UNLIKE_RANKS if unlike else True
     for strategy in (entry for entry in STRATEGIES if not entry.decodes):
@@ -185,10 +185,11 @@ def _of_two_levels(n: int, node: int, any_size: bool) -> Iterator[Variant]:
             continue
         for between, inside in product(nested(n // size), nested(size)):
             (a, b), (c, d) = between.shape[:2], inside.shape[:2]
-            calls = (between.shape.call[0] * c, between.shape.call[1] * d)
+            calls = tuple((x * c, y * d) for x, y in between.shape.calls)
+            at_once = between.shape.at_once and inside.shape.at_once
             nodes = (a, b) if size == node else (1, 1)
             make = partial(_hierarchical, between.make, inside.make)
-            yield Variant("hierarchical", make, Shape(a * c, b * d, calls, nodes))
+            yield Variant("hierarchical", make, Shape(a * c, b * d, calls, nodes, at_once))
 
 
 def _hierarchical(between: Callable[[], Plan], inside: Callable[[], Plan]) -> Plan:

@@ -58,9 +58,11 @@ class Shape(NamedTuple):
 
     q: int = 0  # shards that a rank's tiles read; 0: not known
     kv: int = 0
-    call: tuple[int, int] = (0, 0)  # query and KV shards of its largest call
+    # query and KV shards of calls: every call lies in one of these; none: not known
+    calls: tuple[tuple[int, int], ...] = ()
     # tile of the plan between nodes, whose transfers all cross nodes
     nodes: tuple[int, int] = (1, 1)
+    at_once: bool = False  # whether one call reads all shards: no transfer hides behind a call
 
 
 class Variant(NamedTuple):
@@ -76,14 +78,15 @@ class Variant(NamedTuple):
 
 
 def _rings(n: int) -> Iterator[Variant]:
-    yield Variant("ring", partial(ring, n), Shape(1, n, (1, 1)))
-    moves_q, shape = partial(ring, n, moves="q"), Shape(n, 1, (1, 1))
+    yield Variant("ring", partial(ring, n), Shape(1, n, ((1, 1),)))
+    moves_q, shape = partial(ring, n, moves="q"), Shape(n, 1, ((1, 1),))
     yield Variant("ring of q", moves_q, shape, degenerate=n == 1)
 
 
 def _meshes(a: int, b: int, kv_bytes: float) -> Iterator[Variant]:
     """A tile in every schedule, those that weigh bytes also for these bytes and for each pass."""
-    shape, thin = Shape(a, b, (a, b)), 1 in (a, b)
+    gathered, thin = Shape(a, b, ((a, b),), at_once=True), 1 in (a, b)
+    shape = Shape(a, b, ((a, 1), (1, b)))  # a call reads what one arrival makes possible
     for schedule in SCHEDULES:
         make = partial(mesh, a * b, a, schedule)
         if schedule == "paper":
@@ -91,7 +94,8 @@ def _meshes(a: int, b: int, kv_bytes: float) -> Iterator[Variant]:
             continue
         if schedule in ("kv_first", "gather"):
             is_degenerate = thin and not (schedule == "gather" and a > 1)
-            yield Variant("mesh", make, shape, schedule, degenerate=is_degenerate)
+            known_shape = gathered if schedule == "gather" else shape
+            yield Variant("mesh", make, known_shape, schedule, degenerate=is_degenerate)
             continue
         weighed = partial(make, kv_bytes=kv_bytes)
         if kv_bytes != MHA:
@@ -107,10 +111,11 @@ def _meshes(a: int, b: int, kv_bytes: float) -> Iterator[Variant]:
 
 def _grids(rows: int, columns: int) -> Iterator[Variant]:
     """Gathered; and overlapped, a kv_first mesh of other ranks with an exchange more."""
-    shape, thin = Shape(columns, rows, (columns, rows)), 1 in (rows, columns)
+    shape, thin = Shape(columns, rows, ((columns, rows),), at_once=True), 1 in (rows, columns)
     yield Variant("attention2d", partial(attention2d, rows, columns), shape, degenerate=thin)
     make_overlapped = partial(attention2d, rows, columns, overlap=True)
-    yield Variant("attention2d overlap", make_overlapped, shape, "kv_first", degenerate=True)
+    overlapped = shape._replace(at_once=False)
+    yield Variant("attention2d overlap", make_overlapped, overlapped, "kv_first", degenerate=True)
 
 
 class StrategyEntry(NamedTuple):
@@ -180,11 +185,13 @@ class MaskAwareEntry(NamedTuple):
 
 STRATEGIES = (
     StrategyEntry(ring, forms=lambda a, b, _: _rings(a * b), nests=True),
-    StrategyEntry(all_gather, lambda a, b: Shape(1, a * b, (1, a * b)), nests=True),
-    StrategyEntry(double_ring, lambda a, b: Shape(1, a * b, (1, 1)), cut="nodes"),
+    StrategyEntry(
+        all_gather, lambda a, b: Shape(1, a * b, ((1, a * b),), at_once=True), nests=True
+    ),
+    StrategyEntry(double_ring, lambda a, b: Shape(1, a * b, ((1, 1),)), cut="nodes"),
     StrategyEntry(
         balanced_ring,
-        lambda a, b: Shape(1, a * b, (1, 1)),
+        lambda a, b: Shape(1, a * b, ((1, 1),)),
         layout=contiguous,
         levels=True,
         uneven=True,
