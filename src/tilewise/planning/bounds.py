@@ -153,7 +153,14 @@ def _result_bytes(payload: Payload, side: Side) -> tuple[int, int]:
     return heads * made, heads * held * sum(width for _, width in numbers)
 
 
-def steps_bound(model: PassModel, option: Option) -> float:
+class StepsBound(NamedTuple):
+    """A bound by a plan's steps, and the number of transfers that were looked at for it."""
+
+    seconds: float
+    num_transfers: int
+
+
+def steps_bound(model: PassModel, option: Option) -> StepsBound:
     """Return a bound by the steps of the option's plan: the slowest of some ranks and nodes.
 
     Where a mask leaves ranks different work, only the rows that a rank's own tiles reach are taken
@@ -161,7 +168,7 @@ def steps_bound(model: PassModel, option: Option) -> float:
     """
     unlike = model.alike is None
     if unlike and (model.world_size > MOST_APART or isinstance(model.work.mask, PerHead)):
-        return 0.0
+        return StepsBound(0.0, 0)
     plan = option.make()
     degree, inner = plan.traits.head_split or (1, plan)
     layout = model.team_layout(degree)
@@ -176,8 +183,10 @@ def steps_bound(model: PassModel, option: Option) -> float:
     tiles = _TileBounds(PassPrices(resolved, model.machine), table, cells, bool(model.alike))
     walk = _StepWalk(model, degree, tiles, reach)
     teams = _some_teams(model, degree, inner.world_size)
-    slowest = max(walk.seconds(team, _rank_steps(inner, team)) for team in teams)
-    return SAFE * max(slowest, walk.nic_seconds)
+    steps_of_teams = [_rank_steps(inner, team) for team in teams]
+    slowest = max(map(walk.seconds, teams, steps_of_teams))
+    transfers = sum(len(x.sends) + len(x.recvs) for steps in steps_of_teams for x in steps)
+    return StepsBound(SAFE * max(slowest, walk.nic_seconds), transfers)
 
 
 @kept_with_plan(4 * SAMPLED_RANKS)

@@ -14,6 +14,10 @@ from tilewise.planning.trials import Trial, Trials, explore
 MAX_MESSAGES = 24_000
 """Messages that each part of a search simulates: ten thousand take about a second."""
 
+LARGE_WORLD = 128
+"""Ranks above which a part simulates half as many: there the fastest pairs take longest, with all
+their ranks."""
+
 FINALISTS = 3
 """So many of the fastest pairs are simulated with all ranks, after samples of ranks."""
 
@@ -93,7 +97,7 @@ class PairSearch:
         progress: Callable[[str], None] = lambda text: None,
     ):
         self.save, self.memory, self.options = model.work.save, memory, options
-        self.max_messages = max_messages
+        self.max_messages = max_messages // (2 if model.world_size > LARGE_WORLD else 1)
         self.keeping, self.progress = keeping, progress
 
         def trials(backward: bool, save: str) -> Trials:
@@ -208,7 +212,7 @@ class PairSearch:
         messages_before = self._num_messages
         for pair in finalists:
             spent = self._num_messages - messages_before
-            if not exact or spent < FINALISTS * self.max_messages:
+            if not exact or spent < FINALISTS * MAX_MESSAGES:
                 backward_trial = self.backward[pair.save].exact(pair.backward)
                 exact.append(
                     pair._replace(forward=self.forward.exact(pair.forward), backward=backward_trial)

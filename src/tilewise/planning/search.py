@@ -28,7 +28,7 @@ from tilewise.simulation.simulator import Simulation, simulate
 from tilewise.wires.wire import AnyWire, wires_of
 from tilewise.workload import Workload
 
-QUICK_MESSAGES = 4000
+QUICK_MESSAGES = 8000
 """Messages that `promising` simulates in each pass, because it must not take long."""
 
 

@@ -20,7 +20,14 @@ from tilewise.simulation.simulator import simulate_pass
 from tilewise.simulation.timeline import Timeline
 
 OVERHEAD = 200
-"""Messages that are simulated in the time in which a plan is made, bounded and lowered."""
+"""Messages that are simulated in the time in which a plan is lowered."""
+
+MAKING = 100
+"""Messages that are simulated in the time in which a small plan is made and bounded; a large one
+takes as long as its bound looks at transfers."""
+
+PATIENCE = 24
+"""So many plans are bounded by their steps before one of them is simulated."""
 
 UNLIKE = 3
 """Messages that are simulated in the time of one under a mask that leaves ranks different work."""
@@ -95,7 +102,7 @@ class Trials:
     Args:
         options: all of them, by order.
     Attributes:
-        num_messages: that were simulated so far.
+        num_messages: that were simulated so far, and as many as take the time of the bounds.
     """
 
     def __init__(self, model: PassModel, options: list[Option]):
@@ -115,7 +122,8 @@ class Trials:
         if option.order not in self._made:
             self._made.add(option.order)
             by_steps = steps_bound(self.model, option)
-            self._bounds[option.order] = max(self._bounds[option.order], by_steps)
+            self._bounds[option.order] = max(self._bounds[option.order], by_steps.seconds)
+            self.num_messages += max(MAKING, by_steps.num_transfers)
 
     def trial(self, option: Option) -> Trial:
         """Simulate an option, once; only a sample of its ranks where the model asks for that."""
@@ -158,10 +166,10 @@ def explore(
 ) -> list[tuple[Trial, ...]]:
     """Simulate options in the order of their bounds until no bound is below the best time.
 
-    The search also ends when max_messages were simulated in each pass and some option fits. Bounds
-    that differ by less than a tie count as equal, and the simplest option comes first. The other
-    schedules of a tile are tried after its first one: they move the same shards, and making them
-    takes time.
+    The search also ends when the budget of messages is spent in each pass and some option fits. The
+    options are looked at in the order of their bounds; of equal ones first the best of each kind
+    and degree by its shape. The other schedules of a tile are tried after its first one: they move
+    the same shards, and making them takes time.
 
     Args:
         passes: the passes that run the same option. Its time is the sum over them.
@@ -174,36 +182,54 @@ def explore(
     def bound(option: Option) -> float:
         return sum(searched.bound(option) for searched in passes)
 
-    def entry(option: Option) -> tuple[int, int, Option]:
-        return math.floor(math.log(bound(option), TIE)), option.order, option
+    def entry(option: Option) -> tuple[int, int, int, Option]:
+        bucket = math.floor(math.log(bound(option), TIE))
+        return bucket, places[option.order], option.order, option
 
+    def spent() -> int:
+        return sum(searched.num_messages for searched in passes)
+
+    options = list(options)
+    places = _places(options, bound)
     first_options, variants = [], defaultdict(list)
     for option in options:
         (variants[option.tile] if option.variant else first_options).append(option)
     queue = [entry(option) for option in first_options]
     heapq.heapify(queue)
+    bounded: list[tuple[int, int, int, Option]] = []  # by their steps, and not simulated
+    waiting = 0
     explored: list[tuple[Trial, ...]] = []
-    messages_before = sum(searched.num_messages for searched in passes)
-    while queue:
-        queued_bound, _, option = heapq.heappop(queue)
+    last_message = spent() + max_messages * len(passes)
+    while queue or bounded:
+        if spent() >= last_message and best < math.inf:
+            break
+        if bounded and (not queue or waiting >= PATIENCE or bounded[0] < queue[0]):
+            option = heapq.heappop(bounded)[-1]
+            if TIE * bound(option) >= best:
+                continue
+            waiting = 0
+            trials = tuple(searched.trial(option) for searched in passes)
+            explored.append(trials)
+            seconds = sum(trial.seconds for trial in trials)
+            if seconds < best and all(map(fits, trials)):
+                best = seconds
+            for variant in variants.pop(option.tile, ()):
+                heapq.heappush(queue, entry(variant))
+            continue
+        option = heapq.heappop(queue)[-1]
         if TIE * bound(option) >= best:
             continue
         for searched in passes:
             searched.sharpen(option)
-        sharper = entry(option)
-        if sharper[0] > queued_bound:
-            heapq.heappush(queue, sharper)
-            continue
-        budget_is_spent = sum(
-            searched.num_messages for searched in passes
-        ) - messages_before >= max_messages * len(passes)
-        if budget_is_spent and best < math.inf:
-            break
-        trials = tuple(searched.trial(option) for searched in passes)
-        explored.append(trials)
-        seconds = sum(trial.seconds for trial in trials)
-        if seconds < best and all(map(fits, trials)):
-            best = seconds
-        for variant in variants.pop(option.tile, ()):
-            heapq.heappush(queue, entry(variant))
+        waiting += 1
+        heapq.heappush(bounded, entry(option))
     return explored
+
+
+def _places(options: Iterable[Option], bound: Callable[[Option], float]) -> dict[int, int]:
+    """The place of each option, by its order, among those of its kind and degree: 0 is the best."""
+    groups: defaultdict[tuple[str, int], list[Option]] = defaultdict(list)
+    for option in options:
+        groups[option.kind, option.degree].append(option)
+    ranked = (sorted(group, key=lambda x: (bound(x), x.order)) for group in groups.values())
+    return {option.order: place for group in ranked for place, option in enumerate(group)}
