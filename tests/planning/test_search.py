@@ -108,7 +108,7 @@ def test_no_bound_is_above_a_simulated_time(name: str, n: int, mask: tw.Mask):
 def _check_bounds(model: PassModel, option: Option) -> None:
     plan = option.make()
     timeline, _ = simulate_pass(plan, model.work, model.machine, model.backward)
-    bounds = shape_bound(model, option), steps_bound(model, option)
+    bounds = shape_bound(model, option), steps_bound(model, option).seconds
     assert max(bounds) <= timeline.seconds, (plan, bounds, timeline.seconds)
 
 

@@ -33,7 +33,7 @@ def test_tiles_whose_positions_have_one_order_share_their_calls(layout, mask, cu
         for rest in (whole, half, ((0, 2), (5, 6)))
     ]
     shared = [_plain(tuple(table.calls(*case))) for case in cases]
-    hits = call_rows._shared.cache_info().hits
+    hits = call_rows._long.cache_info().hits
     monkeypatch.setattr(call_rows, "_spans", lambda *_: None)
     assert [_plain(tuple(table.calls(*case))) for case in cases] == shared
     assert hits

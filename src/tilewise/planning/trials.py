@@ -27,7 +27,8 @@ MAKING = 100
 takes as long as its bound looks at transfers."""
 
 PATIENCE = 24
-"""So many plans are bounded by their steps before one of them is simulated."""
+"""So many plans are bounded by their steps before one is simulated, so that others can be left
+out."""
 
 UNLIKE = 3
 """Messages that are simulated in the time of one under a mask that leaves ranks different work."""
@@ -102,11 +103,12 @@ class Trials:
     Args:
         options: all of them, by order.
     Attributes:
-        num_messages: that were simulated so far, and as many as take the time of the bounds.
+        num_messages: that were simulated so far.
+        bounding: messages that could be simulated in the time of the bounds so far.
     """
 
     def __init__(self, model: PassModel, options: list[Option]):
-        self.model, self.options, self.num_messages = model, options, 0
+        self.model, self.options, self.num_messages, self.bounding = model, options, 0, 0
         self.tried: dict[int, Trial] = {}
         self._bounds = [shape_bound(model, option) for option in options]
         self._made: set[int] = set()
@@ -123,7 +125,7 @@ class Trials:
             self._made.add(option.order)
             by_steps = steps_bound(self.model, option)
             self._bounds[option.order] = max(self._bounds[option.order], by_steps.seconds)
-            self.num_messages += max(MAKING, by_steps.num_transfers)
+            self.bounding += max(MAKING, by_steps.num_transfers)
 
     def trial(self, option: Option) -> Trial:
         """Simulate an option, once; only a sample of its ranks where the model asks for that."""
@@ -166,10 +168,11 @@ def explore(
 ) -> list[tuple[Trial, ...]]:
     """Simulate options in the order of their bounds until no bound is below the best time.
 
-    The search also ends when the budget of messages is spent in each pass and some option fits. The
-    options are looked at in the order of their bounds; of equal ones first the best of each kind
-    and degree by its shape. The other schedules of a tile are tried after its first one: they move
-    the same shards, and making them takes time.
+    The options are looked at in the order of their bounds; of equal ones first the best of each kind
+    and degree by its shape. Bounds by steps end when they have taken as long as max_messages would
+    in each pass; simulations end after max_messages in each pass, if some option fits. The other
+    schedules of a tile are tried after its first one: they move the same shards, and making them
+    takes time.
 
     Args:
         passes: the passes that run the same option. Its time is the sum over them.
@@ -186,8 +189,8 @@ def explore(
         bucket = math.floor(math.log(bound(option), TIE))
         return bucket, places[option.order], option.order, option
 
-    def spent() -> int:
-        return sum(searched.num_messages for searched in passes)
+    def spent() -> tuple[int, int]:
+        return sum(x.num_messages for x in passes), sum(x.bounding for x in passes)
 
     options = list(options)
     places = _places(options, bound)
@@ -197,17 +200,19 @@ def explore(
     queue = [entry(option) for option in first_options]
     heapq.heapify(queue)
     bounded: list[tuple[int, int, int, Option]] = []  # by their steps, and not simulated
-    waiting = 0
     explored: list[tuple[Trial, ...]] = []
-    last_message = spent() + max_messages * len(passes)
+    last_message, last_bound = (used + max_messages * len(passes) for used in spent())
     while queue or bounded:
-        if spent() >= last_message and best < math.inf:
+        messages, bounding = spent()
+        if best < math.inf and messages >= last_message:
             break
-        if bounded and (not queue or waiting >= PATIENCE or bounded[0] < queue[0]):
+        if bounding >= last_bound and bounded:
+            queue.clear()
+        first_is_due = not explored and len(bounded) >= PATIENCE
+        if bounded and (first_is_due or not queue or bounded[0] < queue[0]):
             option = heapq.heappop(bounded)[-1]
             if TIE * bound(option) >= best:
                 continue
-            waiting = 0
             trials = tuple(searched.trial(option) for searched in passes)
             explored.append(trials)
             seconds = sum(trial.seconds for trial in trials)
@@ -221,7 +226,6 @@ def explore(
             continue
         for searched in passes:
             searched.sharpen(option)
-        waiting += 1
         heapq.heappush(bounded, entry(option))
     return explored
 
