@@ -168,8 +168,8 @@ def explore(
 ) -> list[tuple[Trial, ...]]:
     """Simulate options in the order of their bounds until no bound is below the best time.
 
-    The options are looked at in the order of their bounds; of equal ones first the best of each kind
-    and degree by its shape. Bounds by steps end when they have taken as long as max_messages would
+    The options are looked at in the order of their bounds; of equal ones the best of each kind and
+    degree, by its shape, comes first. Bounds by steps end when they have taken as long as max_messages would
     in each pass; simulations end after max_messages in each pass, if some option fits. The other
     schedules of a tile are tried after its first one: they move the same shards, and making them
     takes time.
