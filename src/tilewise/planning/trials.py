@@ -169,10 +169,10 @@ def explore(
     """Simulate options in the order of their bounds until no bound is below the best time.
 
     The options are looked at in the order of their bounds; of equal ones the best of each kind and
-    degree, by its shape, comes first. Bounds by steps end when they have taken as long as max_messages would
-    in each pass; simulations end after max_messages in each pass, if some option fits. The other
-    schedules of a tile are tried after its first one: they move the same shards, and making them
-    takes time.
+    degree, by its shape, comes first. Bounds by steps end when they have taken as long as
+    max_messages would in each pass; simulations end after max_messages in each pass, if some option
+    fits. The other schedules of a tile are tried after its first one: they move the same shards,
+    and making them takes time.
 
     Args:
         passes: the passes that run the same option. Its time is the sum over them.
