@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from tilewise.batches.tree import Tree
     from tilewise.decoding.kv_cache import KVCache
     from tilewise.planning.search import search
-    from tilewise.verification.effective_mask import effective_mask
-    from tilewise.verification.parity import parity
+    from tilewise_verify.effective_mask import effective_mask
+    from tilewise_verify.parity import parity
 
 __version__ = "0.1.0"
 
@@ -95,50 +95,50 @@ __all__ = [
 
 # What most programs need a part of is imported when its name is first asked for.
 _LATER = (
-    ("KVCache", "decoding.kv_cache"),
-    ("Tree", "batches.tree"),
-    ("effective_mask", "verification.effective_mask"),
-    ("parity", "verification.parity"),
-    ("schedule", "batches.schedule"),
-    ("search", "planning.search"),
+    ("KVCache", "tilewise.decoding.kv_cache"),
+    ("Tree", "tilewise.batches.tree"),
+    ("effective_mask", "tilewise_verify.effective_mask"),
+    ("parity", "tilewise_verify.parity"),
+    ("schedule", "tilewise.batches.schedule"),
+    ("search", "tilewise.planning.search"),
 )
 
 # Names that stood here before they had a module of their own, until 1.0: name, and where it is.
 _MOVED = (
-    ("Candidate", "planning"),
-    ("EffectiveMask", "verification"),
-    ("ErrorBound", "verification"),
-    ("Group", "transport"),
-    ("Item", "plan"),
-    ("Kernel", "kernels"),
-    ("Mask", "masks"),
-    ("ParityReport", "verification"),
-    ("PlanError", "plan"),
-    ("Program", "compiler"),
-    ("RankBuilder", "plan"),
-    ("Role", "plan"),
-    ("Run", "layouts"),
-    ("Side", "plan"),
-    ("Simulation", "simulation"),
-    ("Step", "plan"),
-    ("Tile", "plan"),
-    ("Transfer", "plan"),
-    ("Transport", "transport"),
-    ("Volume", "workload"),
-    ("check", "compiler.checker"),
-    ("droppable", "compiler"),
-    ("error_bound", "verification"),
-    ("from_json", "plan.json"),
-    ("kernel", "kernels"),
-    ("load_candidate", "planning"),
-    ("lower", "compiler.lowering"),
-    ("operand", "plan"),
-    ("parse", "plan"),
-    ("partial", "plan"),
-    ("prune", "compiler.pruning"),
-    ("show", "plan.text"),
-    ("to_json", "plan.json"),
-    ("transport_for", "transport"),
+    ("Candidate", "tilewise.planning"),
+    ("EffectiveMask", "tilewise_verify"),
+    ("ErrorBound", "tilewise_verify"),
+    ("Group", "tilewise.transport"),
+    ("Item", "tilewise.plan"),
+    ("Kernel", "tilewise.kernels"),
+    ("Mask", "tilewise.masks"),
+    ("ParityReport", "tilewise_verify"),
+    ("PlanError", "tilewise.plan"),
+    ("Program", "tilewise.compiler"),
+    ("RankBuilder", "tilewise.plan"),
+    ("Role", "tilewise.plan"),
+    ("Run", "tilewise.layouts"),
+    ("Side", "tilewise.plan"),
+    ("Simulation", "tilewise.simulation"),
+    ("Step", "tilewise.plan"),
+    ("Tile", "tilewise.plan"),
+    ("Transfer", "tilewise.plan"),
+    ("Transport", "tilewise.transport"),
+    ("Volume", "tilewise.workload"),
+    ("check", "tilewise.compiler.checker"),
+    ("droppable", "tilewise.compiler"),
+    ("error_bound", "tilewise_verify"),
+    ("from_json", "tilewise.plan.json"),
+    ("kernel", "tilewise.kernels"),
+    ("load_candidate", "tilewise.planning"),
+    ("lower", "tilewise.compiler.lowering"),
+    ("operand", "tilewise.plan"),
+    ("parse", "tilewise.plan"),
+    ("partial", "tilewise.plan"),
+    ("prune", "tilewise.compiler.pruning"),
+    ("show", "tilewise.plan.text"),
+    ("to_json", "tilewise.plan.json"),
+    ("transport_for", "tilewise.transport"),
 )
 
 if not TYPE_CHECKING:  # a type checker knows the names above alone
@@ -147,7 +147,7 @@ if not TYPE_CHECKING:  # a type checker knows the names above alone
         module = dict(_LATER + _MOVED).get(name)
         if module is None:
             raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
-        value = getattr(import_module(f"tilewise.{module}"), name)
+        value = getattr(import_module(module), name)
         return globals().setdefault(name, value)
 
     def __dir__() -> list[str]:

@@ -12,8 +12,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import tilewise as tw
-from tilewise.tools.cli import app
-from tilewise.tools.cli.examples import EXAMPLES
+from tilewise_tools.cli import app
+from tilewise_tools.cli.examples import EXAMPLES
 
 STRATEGIES = {page.stem: page for page in PAGES if page.parent.name == "strategies"}
 PACKAGE = ROOT / "src" / "tilewise"
@@ -61,7 +61,7 @@ def test_command_lines_are_taken(monkeypatch: pytest.MonkeyPatch):
         raise SimulationBegunError
 
     for command, work in (("plan", "search"), ("simulate", "simulate")):
-        monkeypatch.setattr(f"tilewise.tools.cli.{command}.{work}", begun)
+        monkeypatch.setattr(f"tilewise_tools.cli.{command}.{work}", begun)
     group, names = get_command(app), set[str]()
     for page, words in command_lines():
         if words[0] in ("plan", "simulate"):

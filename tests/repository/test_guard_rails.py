@@ -90,7 +90,7 @@ def test_modules_import_only_what_every_installation_has():
     offenders = {
         m.name: top(imported(m.name))
         - allowed
-        - (command_line if m.name.startswith("tilewise.tools.cli") else set())
+        - (command_line if m.name.startswith("tilewise_tools.cli") else set())
         for m in MODULES
         if m not in TRITON
     }

@@ -12,7 +12,6 @@ from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.hf_adapters import Adapter, adapted, adapters, configurations
 from tilewise.integrations.hf_attention import attention_of, masks_of
 from tilewise.integrations.hf_masks import refused_model, uses_attention_interface
-from tilewise.integrations.hf_proof import PACKED, WHOLE, ModelUnderTest, refuted
 from tilewise.integrations.hf_rope import RopeLengths
 from tilewise.integrations.hf_states import (
     documents_of_call,
@@ -22,6 +21,7 @@ from tilewise.integrations.hf_states import (
 )
 from tilewise.transport.agreement import settled
 from tilewise.transport.resolve import transport_for
+from tilewise_verify.hf_proof import PACKED, WHOLE, ModelUnderTest, refuted
 
 TAKEN = ("eager", "sdpa", "flash", "flex", "paged")
 
