@@ -1,10 +1,10 @@
 """Exact softmax attention over sequences split across many devices."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tilewise import kernels as kernels
 from tilewise import layouts as layouts
+from tilewise import lazy as _lazy
 from tilewise import masks as masks
 from tilewise import plan as plan
 from tilewise import plan_methods as plan_methods
@@ -93,62 +93,10 @@ __all__ = [
     "zigzag_documents",
 ]
 
-# What most programs need a part of is imported when its name is first asked for.
-_LATER = (
-    ("KVCache", "tilewise.decoding.kv_cache"),
-    ("Tree", "tilewise.batches.tree"),
-    ("effective_mask", "tilewise_verify.effective_mask"),
-    ("parity", "tilewise_verify.parity"),
-    ("schedule", "tilewise.batches.schedule"),
-    ("search", "tilewise.planning.search"),
-)
-
-# Names that stood here before they had a module of their own, until 1.0: name, and where it is.
-_MOVED = (
-    ("Candidate", "tilewise.planning"),
-    ("EffectiveMask", "tilewise_verify"),
-    ("ErrorBound", "tilewise_verify"),
-    ("Group", "tilewise.transport"),
-    ("Item", "tilewise.plan"),
-    ("Kernel", "tilewise.kernels"),
-    ("Mask", "tilewise.masks"),
-    ("ParityReport", "tilewise_verify"),
-    ("PlanError", "tilewise.plan"),
-    ("Program", "tilewise.compiler"),
-    ("RankBuilder", "tilewise.plan"),
-    ("Role", "tilewise.plan"),
-    ("Run", "tilewise.layouts"),
-    ("Side", "tilewise.plan"),
-    ("Simulation", "tilewise.simulation"),
-    ("Step", "tilewise.plan"),
-    ("Tile", "tilewise.plan"),
-    ("Transfer", "tilewise.plan"),
-    ("Transport", "tilewise.transport"),
-    ("Volume", "tilewise.workload"),
-    ("check", "tilewise.compiler.checker"),
-    ("droppable", "tilewise.compiler"),
-    ("error_bound", "tilewise_verify"),
-    ("from_json", "tilewise.plan.json"),
-    ("kernel", "tilewise.kernels"),
-    ("load_candidate", "tilewise.planning"),
-    ("lower", "tilewise.compiler.lowering"),
-    ("operand", "tilewise.plan"),
-    ("parse", "tilewise.plan"),
-    ("partial", "tilewise.plan"),
-    ("prune", "tilewise.compiler.pruning"),
-    ("show", "tilewise.plan.text"),
-    ("to_json", "tilewise.plan.json"),
-    ("transport_for", "tilewise.transport"),
-)
-
 if not TYPE_CHECKING:  # a type checker knows the names above alone
 
     def __getattr__(name: str) -> Any:
-        module = dict(_LATER + _MOVED).get(name)
-        if module is None:
-            raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
-        value = getattr(import_module(module), name)
-        return globals().setdefault(name, value)
+        return globals().setdefault(name, _lazy.find(name))
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

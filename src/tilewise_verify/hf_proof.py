@@ -23,6 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED, shard_inputs
 from tilewise.integrations.hf_adapters import Adapter
+from tilewise.integrations.hf_labels import is_masked
 from tilewise.integrations.hf_states import without_kernels
 from tilewise.layouts.layout import contiguous, zigzag
 from tilewise.masks.base import Causal
@@ -56,7 +57,7 @@ class ModelUnderTest:
         text: the configuration as text, by which results are kept.
         loss: whether its loss has to be right, or its first output alone.
         loss_function: what the model was given as its loss_function; None: its class's own.
-        documents: boundaries of the documents that it runs; unsplit each of several runs alone.
+        packed: whether it runs several documents in one row; unsplit each of them runs alone.
         attach: makes a model run over a ContextParallel, under a name of its own.
         adapter: of PEFT, that the model runs with.
     """
@@ -65,7 +66,7 @@ class ModelUnderTest:
     text: str
     loss: bool
     loss_function: Any
-    documents: tuple[int, ...]
+    packed: bool
     config: Any = field(compare=False)
     attach: Attach = field(compare=False)
     adapter: Adapter | None = None
@@ -76,15 +77,19 @@ class ModelUnderTest:
         name = self.model_class.__name__
         return name if self.adapter is None else f"{name} with {self.adapter.name}"
 
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Boundaries of the documents that it runs."""
+        return PACKED if self.packed else WHOLE
+
     def made(self) -> Any:
         """A tiny model of the class and configuration, with the adapter."""
         return tiny_model(self.model_class, self.config, self.loss_function, self.adapter)
 
-
-def refuted(subject: ModelUnderTest) -> str | None:
-    """Why models of this class and configuration cannot run split; None if a tiny one can."""
-    with LOCK, _untouched():
-        return _refuted(subject)
+    def refuted(self) -> str | None:
+        """Why models of this class and configuration cannot run split; None if a tiny one can."""
+        with LOCK, _untouched():
+            return _refuted(self)
 
 
 @lru_cache(maxsize=64)
@@ -97,7 +102,7 @@ def _refuted(subject: ModelUnderTest) -> str | None:
     except Exception as error:  # whatever a model's code raises
         why = f"({type(error).__name__}: {_first_line(error)})"
         if subject.loss:
-            return refuted(_without_loss(subject)) or (
+            return _without_loss(subject).refuted() or (
                 f"{name}: its loss of a label for each token could not be tried {why}. {OWN_LOSS}"
             )
         return (
@@ -128,7 +133,7 @@ def _drew() -> bool:
 
 
 def _hint(subject: ModelUnderTest) -> str:
-    if subject.loss and refuted(_without_loss(subject)) is None:
+    if subject.loss and _without_loss(subject).refuted() is None:
         return f"Its loss is not its share of the whole one, or pools this rank's rows. {OWN_LOSS}"
     return (
         "It computes from this rank's tokens what needs the whole sequence (this was a tiny model "
@@ -179,7 +184,7 @@ def tiny_model(
 
 def _split(subject: ModelUnderTest, whole: Any) -> list[Record]:
     layout, causal = contiguous(NUM_TOKENS, WORLD_SIZE), Causal()
-    if subject.documents != WHOLE:
+    if subject.packed:
         layout = zigzag(NUM_TOKENS, WORLD_SIZE)  # pieces between pieces of other ranks
 
     def on_rank(rank: int, group: Any) -> Record:
@@ -269,18 +274,6 @@ def _weighed(
     if by_row:
         weights = weights[:, slice(*mine)] if isinstance(mine, tuple) else mine.shard(weights, 1)
     return (out * weights).sum()
-
-
-def is_masked(model_class: type) -> bool:
-    """Return whether a model predicts its labels where they are, and not one token before."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    names = {x for n in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() for x in _names(n)}
-    return any(base.__name__ in names for base in model_class.__mro__)
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 def _difference(want: Record, ranks: list[Record]) -> str | None:

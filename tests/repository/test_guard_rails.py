@@ -35,10 +35,15 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # What is decided before a tensor is there: import-linter's contract names it, this file reads it.
 TORCH_FREE = {
-    module.removeprefix("tilewise.")
+    module
     for contract in PROJECT["tool"]["importlinter"]["contracts"]
     if contract.get("forbidden_modules") == ["torch"]
     for module in contract["source_modules"]
+}
+
+PACKAGES = ("tilewise", "tilewise_verify", "tilewise_tools")
+NAME_OTHERS = {  # modules of the core that may: the command, the table of names, old paths
+    *("tilewise.__main__", "tilewise.lazy", "tilewise.tools", "tilewise.verification"),
 }
 
 TRITON = tuple(
@@ -63,8 +68,23 @@ def parse_tests(pattern: str) -> list[ast.Module]:
     return [ast.parse(path.read_text()) for path in sorted((ROOT / "tests").glob(pattern))]
 
 
+def test_the_core_imports_no_verification_and_no_tools():
+    """Not inside functions either, nor by a name in a string; import-linter holds the same."""
+    core = [module for module in MODULES if top([module.name]) == {"tilewise"}]
+    reaching = {
+        module.name
+        for module in core
+        if top(imports(module, bodies=True)) & {*PACKAGES[1:]}
+        or any(word.startswith(PACKAGES[1:]) for word in words(module.tree))
+    }
+    assert reaching == NAME_OTHERS
+    verify = [module for module in MODULES if top([module.name]) == {"tilewise_verify"}]
+    assert len(core) > 200 and len(verify) > 20
+    assert not [m for m in verify if "tilewise_tools" in top(imports(m, bodies=True))]
+
+
 def test_torch_free_packages_reach_no_torch():
-    free = [m for m in MODULES if m.stem in TORCH_FREE]
+    free = [m for m in MODULES if m.folder in TORCH_FREE]
     assert free
     offenders = [
         f"{module} reaches {via}, which imports torch"
@@ -82,7 +102,7 @@ def test_torch_free_packages_reach_no_torch():
 
 def test_modules_import_only_what_every_installation_has():
     project = PROJECT["project"]
-    allowed = {*sys.stdlib_module_names, "tilewise"}
+    allowed = {*sys.stdlib_module_names, *PACKAGES}
     allowed |= {re.split(r"[^\w-]", spec)[0] for spec in project["dependencies"]}
     command_line = {
         re.split(r"[^\w-]", spec)[0] for spec in project["optional-dependencies"]["cli"]
@@ -222,7 +242,7 @@ assert threading.active_count() == 1
 
 
 def test_no_module_bears_a_public_functions_name():
-    modules = {module.stem for module in MODULES}
+    modules = {m.folder.rpartition(".")[2] for m in MODULES if m.folder.startswith("tilewise.")}
     for module in MODULES:
         if module.name == "tilewise":
             nodes = [n for n in at_import(module.tree) if isinstance(n, ast.ImportFrom)]

@@ -24,12 +24,11 @@ from tilewise.integrations.hf_check import (
     refused_loss,
     registered,
 )
-from tilewise.integrations.hf_labels import refuse_wrong_losses
+from tilewise.integrations.hf_labels import is_masked, refuse_wrong_losses
 from tilewise.integrations.hf_plan import choose_layouts, may_choose, measured_work, work_to_plan
 from tilewise.integrations.hf_states import state_layers
 from tilewise.integrations.hf_trainer import arguments as trainer_arguments
 from tilewise.planning.hybrid import HybridWork
-from tilewise_verify.hf_proof import is_masked
 
 __all__ = [
     "LayerMask",

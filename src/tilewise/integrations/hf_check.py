@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tilewise import lazy
 from tilewise.arguments import checks_arguments
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.hf_adapters import Adapter, adapted, adapters, configurations
@@ -21,7 +22,6 @@ from tilewise.integrations.hf_states import (
 )
 from tilewise.transport.agreement import settled
 from tilewise.transport.resolve import transport_for
-from tilewise_verify.hf_proof import PACKED, WHOLE, ModelUnderTest, refuted
 
 TAKEN = ("eager", "sdpa", "flash", "flex", "paged")
 
@@ -174,9 +174,8 @@ def refusal(
         error = f"{model_class.__name__} does not use transformers' AttentionInterface"
     if error is None and numerical:
         text = config.to_json_string(use_diff=False)
-        documents = PACKED if splits_states else WHOLE
-        given = model_class, text, loss, loss_function, documents, config, attach
-        error = refuted(ModelUnderTest(*given, adapter))
+        given = model_class, text, loss, loss_function, splits_states, config, attach
+        error = lazy.find("ModelUnderTest")(*given, adapter).refuted()
     return error
 
 

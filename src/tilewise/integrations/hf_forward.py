@@ -33,7 +33,7 @@ from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED
 from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
 from tilewise.integrations.hf_check import base_model, refuse_new_adapters, refused_loss
-from tilewise.integrations.hf_labels import given_labels
+from tilewise.integrations.hf_labels import given_labels, is_masked
 from tilewise.integrations.hf_plan import choose_layouts, may_choose, work_to_plan
 from tilewise.integrations.hf_rope import RopeLengths
 from tilewise.integrations.hf_states import (
@@ -55,7 +55,6 @@ from tilewise.transport.agreement import agree, settled
 from tilewise.transport.means import on_every_rank
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import transport_for
-from tilewise_verify.hf_proof import is_masked
 
 KEPT = 64  # lengths of batches whose layout and plan are kept
 PER_TOKEN = frozenset(  # results of each token, small enough to be whole on every rank

@@ -78,3 +78,15 @@ def _check_pooled(model: Any, _: Any, result: Any) -> None:
             "hf.unshard(cp, rows) gives"
         )
         agree(transport_for(cp.group), None, error)
+
+
+def is_masked(model_class: type) -> bool:
+    """Return whether a model predicts its labels where they are, and not one token before."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    names = {x for n in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() for x in _names(n)}
+    return any(base.__name__ in names for base in model_class.__mro__)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return value if isinstance(value, tuple) else (value,)
