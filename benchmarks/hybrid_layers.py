@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.integrations import state_rules
+from tilewise.integrations.transformers import state_rules
 from tilewise.transport.processes import gather_yields
 from tilewise_tools.bench.environment import environment, installed
 from tilewise_tools.lab import Lab

@@ -22,9 +22,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED, shard_inputs
-from tilewise.integrations.hf_adapters import Adapter
-from tilewise.integrations.hf_labels import is_masked
-from tilewise.integrations.hf_states import without_kernels
+from tilewise.integrations.transformers.adapters import Adapter
+from tilewise.integrations.transformers.labels import is_masked
+from tilewise.integrations.transformers.states import without_kernels
 from tilewise.layouts.layout import contiguous, zigzag
 from tilewise.masks.base import Causal
 from tilewise.strategies.all_gather import all_gather

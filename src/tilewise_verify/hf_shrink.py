@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from tilewise.integrations.hf_rope import rope_parameters
+from tilewise.integrations.transformers.rope import rope_parameters
 
 NUM_TOKENS = 23
 SWITCH = 10  # positions at which RoPE types that depend on the length change

@@ -308,7 +308,7 @@ def _through_tilewise(model: nn.Module, inputs: Mapping[str, Any]) -> Split:
             f"{type(model).__name__} is no model of transformers or of diffusers that is split by "
             "itself; pass split(model, inputs, rank, group), which runs one rank's share"
         )
-    from tilewise.integrations import hf
+    from tilewise.integrations.transformers import hf
 
     hf.check_model(model)
     mask = inputs.get("attention_mask")
@@ -323,7 +323,7 @@ def _through_tilewise(model: nn.Module, inputs: Mapping[str, Any]) -> Split:
 
 def _tilewise_share(model: Any, inputs: Mapping[str, Any], rank: int, group: Any) -> Any:
     from tilewise.context_parallel import ContextParallel
-    from tilewise.integrations import hf
+    from tilewise.integrations.transformers import hf
     from tilewise.masks.base import Causal
 
     ids = inputs["input_ids"]

@@ -26,7 +26,7 @@ from support.diffusers_models import (
 
 import tilewise as tw
 from tilewise.integrations.diffusers import enable_parallelism
-from tilewise.integrations.diffusers_internals import processors
+from tilewise.integrations.diffusers.internals import processors
 from tilewise_verify.image_models import image_share
 
 

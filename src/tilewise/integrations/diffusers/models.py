@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tilewise.integrations.diffusers_internals import Cuts, Gather, Split
+from tilewise.integrations.diffusers.internals import Cuts, Gather, Split
 
 
 class Attends(NamedTuple):

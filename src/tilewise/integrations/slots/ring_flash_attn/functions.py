@@ -37,7 +37,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewise.arguments import checks_arguments, require_range
-from tilewise.compat.ring_flash_attn.attend import (
+from tilewise.integrations.slots.ring_flash_attn.attend import (
     Options,
     PackedRow,
     RankSlices,

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tilewise.compat.ring_flash_attn.attend import Options, RankSlices, attend_in_a_row
-from tilewise.compat.ring_flash_attn.functions import llama3_flash_attn_prepare_cu_seqlens
+from tilewise.integrations.slots.ring_flash_attn.attend import Options, RankSlices, attend_in_a_row
+from tilewise.integrations.slots.ring_flash_attn.functions import (
+    llama3_flash_attn_prepare_cu_seqlens,
+)
 from tilewise.transport.agreement import settled
 from tilewise.transport.resolve import transport_for
 

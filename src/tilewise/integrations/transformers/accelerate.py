@@ -1,6 +1,6 @@
 """accelerate's ParallelismConfig with a cp_size that splits any model which tilewise can split.
 
-    from tilewise.integrations.accelerate import ParallelismConfig
+    from tilewise.integrations.transformers.accelerate import ParallelismConfig
 
     TrainingArguments(..., parallelism_config=ParallelismConfig(cp_size=4))
 
@@ -21,7 +21,7 @@ except ImportError as error:
     ) from error
 
 from tilewise.arguments import Reduction, of_kind, whole_number
-from tilewise.integrations.hf_internals import install, split_accelerator
+from tilewise.integrations.transformers.internals import install, split_accelerator
 from tilewise.plan.ir import Plan
 
 __all__ = ["ParallelismConfig"]

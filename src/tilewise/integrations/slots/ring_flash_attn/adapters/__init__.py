@@ -1,7 +1,7 @@
 """ring-flash-attn's adapters of other libraries' models."""
 
-from tilewise.compat.ring_flash_attn.adapters import hf_adapter as hf_adapter
-from tilewise.compat.ring_flash_attn.adapters.hf_adapter import (
+from tilewise.integrations.slots.ring_flash_attn.adapters import hf_adapter as hf_adapter
+from tilewise.integrations.slots.ring_flash_attn.adapters.hf_adapter import (
     substitute_hf_flash_attn,
     update_ring_flash_attn_params,
 )

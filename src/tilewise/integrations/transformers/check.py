@@ -10,11 +10,11 @@ from torch import nn
 from tilewise import lazy
 from tilewise.arguments import checks_arguments
 from tilewise.context_parallel import ContextParallel
-from tilewise.integrations.hf_adapters import Adapter, adapted, adapters, configurations
-from tilewise.integrations.hf_attention import attention_of, masks_of
-from tilewise.integrations.hf_masks import refused_model, uses_attention_interface
-from tilewise.integrations.hf_rope import RopeLengths
-from tilewise.integrations.hf_states import (
+from tilewise.integrations.transformers.adapters import Adapter, adapted, adapters, configurations
+from tilewise.integrations.transformers.attention import attention_of, masks_of
+from tilewise.integrations.transformers.masks import refused_model, uses_attention_interface
+from tilewise.integrations.transformers.rope import RopeLengths
+from tilewise.integrations.transformers.states import (
     documents_of_call,
     has_state_functions,
     is_stateless,

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilewise.integrations.hf_check import models_inside
-from tilewise.integrations.hf_forward import split_forward, whole_logits
+from tilewise.integrations.transformers.check import models_inside
+from tilewise.integrations.transformers.forward import split_forward, whole_logits
 
 RUN = frozenset(("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"))
 INSTEAD = MappingProxyType(

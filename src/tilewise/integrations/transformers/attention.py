@@ -13,9 +13,14 @@ from torch import Tensor, nn
 
 from tilewise.context_parallel import ContextParallel
 from tilewise.execution.validation import MOST_SEEDS
-from tilewise.integrations.documents import CuSeqlens, checked_documents, gathered_documents
-from tilewise.integrations.hf_adapters import has_adapters
-from tilewise.integrations.hf_masks import (
+from tilewise.integrations.seeds import agreed_seed, drawn_seed
+from tilewise.integrations.transformers.adapters import has_adapters
+from tilewise.integrations.transformers.documents import (
+    CuSeqlens,
+    checked_documents,
+    gathered_documents,
+)
+from tilewise.integrations.transformers.masks import (
     PADDED,
     documents_of,
     packs,
@@ -24,8 +29,7 @@ from tilewise.integrations.hf_masks import (
     refused_keyword,
     refused_model,
 )
-from tilewise.integrations.hf_rope import RopeLengths
-from tilewise.integrations.seeds import agreed_seed, drawn_seed
+from tilewise.integrations.transformers.rope import RopeLengths
 from tilewise.masks.base import Causal, Document, Full, Mask, as_ints
 from tilewise.masks.tables import Slices
 from tilewise.transport.agreement import agree

@@ -21,7 +21,7 @@ def arguments(
     Raises:
         ValueError: if the ranks of cp are not those that share a row under accelerate.
     """
-    from tilewise.integrations.accelerate import ParallelismConfig
+    from tilewise.integrations.transformers.accelerate import ParallelismConfig
 
     if args.world_size % cp.world_size or args.process_index % cp.world_size != cp.rank:
         raise ValueError(

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.context_parallel import ContextParallel
-from tilewise.integrations import state_rules
-from tilewise.integrations.hf_attention import LayerMask, refuse, refused_rows
-from tilewise.integrations.hf_masks import PADDED, documents_of
+from tilewise.integrations.transformers import state_rules
+from tilewise.integrations.transformers.attention import LayerMask, refuse, refused_rows
+from tilewise.integrations.transformers.masks import PADDED, documents_of
 from tilewise.masks.base import Causal
 from tilewise.masks.tables import Slices
 from tilewise.transport.agreement import settled

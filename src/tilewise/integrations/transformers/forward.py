@@ -31,20 +31,20 @@ from torch.autograd.function import once_differentiable
 from tilewise.arguments import Reduction
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED
-from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
-from tilewise.integrations.hf_check import base_model, refuse_new_adapters, refused_loss
-from tilewise.integrations.hf_labels import given_labels, is_masked
-from tilewise.integrations.hf_plan import choose_layouts, may_choose, work_to_plan
-from tilewise.integrations.hf_rope import RopeLengths
-from tilewise.integrations.hf_states import (
+from tilewise.integrations.transformers.attention import LayerMask, attention_of, masks_of
+from tilewise.integrations.transformers.check import base_model, refuse_new_adapters, refused_loss
+from tilewise.integrations.transformers.labels import given_labels, is_masked
+from tilewise.integrations.transformers.late_gather import LateGather
+from tilewise.integrations.transformers.plan import choose_layouts, may_choose, work_to_plan
+from tilewise.integrations.transformers.rope import RopeLengths
+from tilewise.integrations.transformers.states import (
     CACHES,
     documents_of_call,
     is_stateless,
     split_call,
     wire,
 )
-from tilewise.integrations.late_gather import LateGather
-from tilewise.integrations.whole_rows import PackedRows, labels_of_rows, packed
+from tilewise.integrations.transformers.whole_rows import PackedRows, labels_of_rows, packed
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from tilewise.arguments import checks_arguments
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED
-from tilewise.integrations.hf_check import (
+from tilewise.integrations.transformers.check import (
     attach,
     base_model,
     check_model,
     refuse_new_adapters,
     registered,
 )
-from tilewise.integrations.hf_states import has_state_functions, is_stateless
+from tilewise.integrations.transformers.states import has_state_functions, is_stateless
 from tilewise.layouts.layout import Layout, zigzag
 from tilewise.masks.base import Causal
 from tilewise.plan.ir import Plan

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from tilewise.arguments import checks_arguments, whole_number
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import shard_inputs
-from tilewise.integrations.hf_attention import LayerMask
-from tilewise.integrations.hf_check import (
+from tilewise.integrations.transformers.attention import LayerMask
+from tilewise.integrations.transformers.check import (
     attach,
     base_model,
     check_model,
@@ -24,10 +24,15 @@ from tilewise.integrations.hf_check import (
     refused_loss,
     registered,
 )
-from tilewise.integrations.hf_labels import is_masked, refuse_wrong_losses
-from tilewise.integrations.hf_plan import choose_layouts, may_choose, measured_work, work_to_plan
-from tilewise.integrations.hf_states import state_layers
-from tilewise.integrations.hf_trainer import arguments as trainer_arguments
+from tilewise.integrations.transformers.labels import is_masked, refuse_wrong_losses
+from tilewise.integrations.transformers.plan import (
+    choose_layouts,
+    may_choose,
+    measured_work,
+    work_to_plan,
+)
+from tilewise.integrations.transformers.states import state_layers
+from tilewise.integrations.transformers.trainer import arguments as trainer_arguments
 from tilewise.planning.hybrid import HybridWork
 
 __all__ = [

@@ -1,6 +1,6 @@
 """ring-flash-attn 0.1.8's public functions, run by tilewise: `functions` says what they take.
 
-    from tilewise.compat.ring_flash_attn import zigzag_ring_flash_attn_func
+    from tilewise.integrations.slots.ring_flash_attn import zigzag_ring_flash_attn_func
 
 Code that is not one's own finds them under their old name, too:
 
@@ -10,14 +10,14 @@ Code that is not one's own finds them under their old name, too:
 
 import sys
 
-from tilewise.compat.ring_flash_attn import adapters as adapters
-from tilewise.compat.ring_flash_attn import functions as functions
-from tilewise.compat.ring_flash_attn import utils as utils
-from tilewise.compat.ring_flash_attn.adapters import (
+from tilewise.integrations.slots.ring_flash_attn import adapters as adapters
+from tilewise.integrations.slots.ring_flash_attn import functions as functions
+from tilewise.integrations.slots.ring_flash_attn import utils as utils
+from tilewise.integrations.slots.ring_flash_attn.adapters import (
     substitute_hf_flash_attn,
     update_ring_flash_attn_params,
 )
-from tilewise.compat.ring_flash_attn.functions import (
+from tilewise.integrations.slots.ring_flash_attn.functions import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,
     llama3_flash_attn_varlen_kvpacked_func,

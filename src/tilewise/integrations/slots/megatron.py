@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.integrations.transformer_engine import DotProductAttention as DotProductAttention
+from tilewise.integrations.slots.transformer_engine import (
+    DotProductAttention as DotProductAttention,
+)
 
 REFUSED_SETTINGS = (
     "apply_query_key_layer_scaling",

@@ -22,8 +22,13 @@ from torch import Tensor
 
 from tilewise.arguments import dtype_name
 from tilewise.context_parallel import ContextParallel
-from tilewise.integrations.hf_attention import LayerMask
-from tilewise.integrations.hf_states import kernels_replaced, names_read, state_layers, wire
+from tilewise.integrations.transformers.attention import LayerMask
+from tilewise.integrations.transformers.states import (
+    kernels_replaced,
+    names_read,
+    state_layers,
+    wire,
+)
 from tilewise.masks.base import Causal
 from tilewise.planning.hybrid import CHOICES, HybridWork, StateLayer, promising_hybrid
 from tilewise.planning.model_attention import HEAD_FIELDS, heads_of

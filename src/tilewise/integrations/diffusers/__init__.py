@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.arguments import Validate, checks_arguments
 from tilewise.context_parallel import ContextParallel
-from tilewise.integrations.diffusers_internals import (
+from tilewise.integrations.diffusers.internals import (
     Cuts,
     Gather,
     Split,
@@ -36,7 +36,7 @@ from tilewise.integrations.diffusers_internals import (
     route_calls,
     split_processor,
 )
-from tilewise.integrations.diffusers_models import MODELS, Attends, ModelSplit
+from tilewise.integrations.diffusers.models import MODELS, Attends, ModelSplit
 from tilewise.layouts.joint import joint
 from tilewise.layouts.layout import Layout, Run, contiguous
 from tilewise.masks.base import Mask

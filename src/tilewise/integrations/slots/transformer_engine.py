@@ -1,6 +1,6 @@
 """TransformerEngine's DotProductAttention: its signature and its split, run by tilewise.
 
-    from tilewise.integrations.transformer_engine import DotProductAttention
+    from tilewise.integrations.slots.transformer_engine import DotProductAttention
 
 A rank holds pieces r and 2n - 1 - r of every sequence or, packed, of every document
 (`tw.zigzag_documents`). A loader with another order passes its layout, made by
@@ -19,7 +19,7 @@ from tilewise.arguments import checks_arguments, require_known, shown, whole_num
 from tilewise.context_parallel import ContextParallel
 from tilewise.execution.validation import MOST_SEEDS
 from tilewise.integrations.seeds import agreed_seed
-from tilewise.integrations.te_arguments import (
+from tilewise.integrations.slots.te_arguments import (
     CAUSAL_TYPES,
     COMM_TYPES,
     KINDS,
