@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
-APART = ("tilewise/integrations", "tilewise/compat", "tilewise_verify", "tilewise_tools")
+APART = ("tilewise/integrations", "tilewise_verify", "tilewise_tools")
 """Packages and folders with a budget of their own; the rest of tilewise is the core."""
 NO_CODE = (
     tokenize.COMMENT,

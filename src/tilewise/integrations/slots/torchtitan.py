@@ -1,6 +1,6 @@
 """torchtitan's context parallelism by tilewise: its two functions, with its signatures.
 
-    from tilewise.integrations.slots.torchtitan import apply_cp_to_forward, prepare_context_parallel_input
+    from tilewise.integrations.torchtitan import apply_cp_to_forward, prepare_context_parallel_input
 
 They take the place of torchtitan.distributed.context_parallel's in a model's parallelize.py, in
 trainer.py and in validate.py. Its loader, RoPE, loss, FSDP2 and tensor parallelism stay.

@@ -1,6 +1,6 @@
 """TransformerEngine's DotProductAttention: its signature and its split, run by tilewise.
 
-    from tilewise.integrations.slots.transformer_engine import DotProductAttention
+    from tilewise.integrations.transformer_engine import DotProductAttention
 
 A rank holds pieces r and 2n - 1 - r of every sequence or, packed, of every document
 (`tw.zigzag_documents`). A loader with another order passes its layout, made by

@@ -1,6 +1,6 @@
 """accelerate's ParallelismConfig with a cp_size that splits any model which tilewise can split.
 
-    from tilewise.integrations.transformers.accelerate import ParallelismConfig
+    from tilewise.integrations.accelerate import ParallelismConfig
 
     TrainingArguments(..., parallelism_config=ParallelismConfig(cp_size=4))
 

@@ -1,6 +1,6 @@
 """ring-flash-attn 0.1.8's public functions, run by tilewise: `functions` says what they take.
 
-    from tilewise.integrations.slots.ring_flash_attn import zigzag_ring_flash_attn_func
+    from tilewise.compat.ring_flash_attn import zigzag_ring_flash_attn_func
 
 Code that is not one's own finds them under their old name, too:
 
