@@ -11,38 +11,38 @@ from tilewise import plan_methods as plan_methods
 from tilewise import strategies as strategies
 from tilewise import transport as transport
 from tilewise import wires as _wires
-from tilewise.context_parallel import ContextParallel
 from tilewise.functional import attention
-from tilewise.kernels.bias import alibi
-from tilewise.layouts.balanced import balanced
-from tilewise.layouts.documents import zigzag_documents
-from tilewise.layouts.joint import joint
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks import lengths as lengths
 from tilewise.masks.base import Causal, Document, Full, Window
 from tilewise.masks.tables import PerHead, Slices
 from tilewise.plan.ir import Plan
-from tilewise.simulation.machine import Machine
-from tilewise.simulation.simulator import simulate
-from tilewise.strategies.all_gather import all_gather
-from tilewise.strategies.attention2d import attention2d
-from tilewise.strategies.balanced_ring import balanced_ring
-from tilewise.strategies.double_ring import double_ring
-from tilewise.strategies.hierarchical import hierarchical
-from tilewise.strategies.mesh import mesh
-from tilewise.strategies.needed import needed
-from tilewise.strategies.ring import ring
-from tilewise.strategies.tiled import tiled, tiled_layout
-from tilewise.strategies.tree import tree
-from tilewise.strategies.ulysses import ulysses
-from tilewise.transport.loopback import loopback
-from tilewise.workload import Workload, volume
 
 if TYPE_CHECKING:
     from tilewise.batches.schedule import schedule
     from tilewise.batches.tree import Tree
+    from tilewise.context_parallel import ContextParallel
     from tilewise.decoding.kv_cache import KVCache
+    from tilewise.kernels.bias import alibi
+    from tilewise.layouts.balanced import balanced
+    from tilewise.layouts.documents import zigzag_documents
+    from tilewise.layouts.joint import joint
     from tilewise.planning.search import search
+    from tilewise.simulation.machine import Machine
+    from tilewise.simulation.simulator import simulate
+    from tilewise.strategies.all_gather import all_gather
+    from tilewise.strategies.attention2d import attention2d
+    from tilewise.strategies.balanced_ring import balanced_ring
+    from tilewise.strategies.double_ring import double_ring
+    from tilewise.strategies.hierarchical import hierarchical
+    from tilewise.strategies.mesh import mesh
+    from tilewise.strategies.needed import needed
+    from tilewise.strategies.ring import ring
+    from tilewise.strategies.tiled import tiled, tiled_layout
+    from tilewise.strategies.tree import tree
+    from tilewise.strategies.ulysses import ulysses
+    from tilewise.transport.loopback import loopback
+    from tilewise.workload import Workload, volume
     from tilewise_verify.effective_mask import effective_mask
     from tilewise_verify.parity import parity
 
@@ -99,4 +99,4 @@ if not TYPE_CHECKING:  # a type checker knows the names above alone
         return globals().setdefault(name, _lazy.find(name))
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *__all__, *dict(_lazy.MODULES)})
