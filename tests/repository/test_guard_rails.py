@@ -83,6 +83,24 @@ def test_the_core_imports_no_verification_and_no_tools():
     assert not [m for m in verify if "tilewise_tools" in top(imports(m, bodies=True))]
 
 
+MOST_CORE_NAMES = 40
+
+
+def test_integrations_use_public_names_and_few_others():
+    """Public names come by `import tilewise as tw`; other names of the core count."""
+    imported_names = {
+        (node.module, alias.name)
+        for module in MODULES
+        if module.folder in ("tilewise.integrations", "tilewise.compat")
+        for node in at_import(module.tree, bodies=True, typing=True)
+        if isinstance(node, ast.ImportFrom) and top([node.module or ""]) == {"tilewise"}
+        if not (node.module or "").startswith("tilewise.integrations")
+        for alias in node.names
+    } - {("tilewise.moved", "moved")}
+    assert 10 < len(imported_names) <= MOST_CORE_NAMES
+    assert not {name for _, name in imported_names} & {*tilewise.__all__}
+
+
 def test_torch_free_packages_reach_no_torch():
     free = [m for m in MODULES if m.folder in TORCH_FREE]
     assert free
@@ -127,9 +145,13 @@ def test_triton_is_imported_by_its_kernels_alone_and_they_by_nobody_at_import():
 
 
 def test_imports_have_no_cycles():
-    """Those inside functions, and those for type checkers alone, count too."""
+    """Those inside functions, and those for type checkers alone, count too.
+
+    Of tilewise itself the latter do not: they are the names that are found when first used.
+    """
     graph = {
-        module.name: (imports(module, bodies=True, typing=True) & NAMES) - {module.name}
+        module.name: (imports(module, bodies=True, typing=module.name != "tilewise") & NAMES)
+        - {module.name}
         for module in MODULES
     }
     TopologicalSorter(graph).prepare()

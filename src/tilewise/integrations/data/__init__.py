@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+import tilewise as tw
 from tilewise.arguments import (
     checks_arguments,
     listed,
@@ -21,9 +22,6 @@ from tilewise.arguments import (
     whole_number,
     whole_numbers,
 )
-from tilewise.layouts.layout import Layout
-from tilewise.masks import lengths
-from tilewise.masks.base import Document
 
 __all__ = ["IGNORED", "ShardingCollator", "TokenDataset", "pack", "shard_inputs"]
 
@@ -34,7 +32,7 @@ Inputs = dict[str, Tensor]
 
 @checks_arguments
 def shard_inputs(  # noqa: PLR0913 - what a batch consists of, by name
-    layout: Layout,
+    layout: tw.Layout,
     rank: int,
     input_ids: Tensor,
     *,
@@ -71,7 +69,9 @@ def shard_inputs(  # noqa: PLR0913 - what a batch consists of, by name
     if input_ids.ndim != 2 or any(x.shape != input_ids.shape for x in columns.values()):
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in columns.items())
         raise ValueError(f"{shapes}: pass [batch, num_tokens] each, of one shape")
-    boundaries = (0, layout.num_tokens) if cu_seqlens is None else Document(cu_seqlens).cu_seqlens
+    boundaries = (
+        (0, layout.num_tokens) if cu_seqlens is None else tw.Document(cu_seqlens).cu_seqlens
+    )
     if boundaries[-1] != layout.num_tokens:
         raise ValueError(
             f"cu_seqlens ends at {boundaries[-1]}, but the layout has {layout.num_tokens} tokens; "
@@ -82,7 +82,7 @@ def shard_inputs(  # noqa: PLR0913 - what a batch consists of, by name
     if labels is None:
         return _inputs(layout, rank, boundaries, mine) | whole
     if shift_labels:
-        labels = lengths.shift_labels(labels, boundaries, IGNORED)
+        labels = tw.lengths.shift_labels(labels, boundaries, IGNORED)
     count = (labels != IGNORED).sum()
     inputs = _inputs(layout, rank, boundaries, mine, (layout.shard(labels, rank, 1), count))
     if not shift_labels:
@@ -131,7 +131,7 @@ class ShardingCollator:
 
     @checks_arguments
     def __init__(
-        self, layout: Layout, rank: int, *, pad_token_id: int = 0, shift_labels: bool = True
+        self, layout: tw.Layout, rank: int, *, pad_token_id: int = 0, shift_labels: bool = True
     ):
         whole_number("rank", rank, 0, layout.world_size - 1)
         self.layout, self.rank, self.pad_token_id = layout, rank, pad_token_id
@@ -200,7 +200,7 @@ def _length(attention_mask: Tensor, row: int) -> int:
 
 
 def _one_row(
-    layout: Layout, documents: Mapping[str, list[Tensor]], pad_token_id: int
+    layout: tw.Layout, documents: Mapping[str, list[Tensor]], pad_token_id: int
 ) -> tuple[Inputs, list[int]]:
     """Documents one after the other, then padding: columns [1, num_tokens], and cu_seqlens."""
     counts, num_tokens = list(map(len, documents["input_ids"])), layout.num_tokens
@@ -237,12 +237,12 @@ class TokenDataset(Dataset[Inputs]):
     """
 
     @checks_arguments
-    def __init__(self, tokens: Any, layout: Layout, rank: int, cu_seqlens: Any = None):
+    def __init__(self, tokens: Any, layout: tw.Layout, rank: int, cu_seqlens: Any = None):
         whole_number("rank", rank, 0, layout.world_size - 1)
         if not hasattr(tokens, "__getitem__") or not _is_sized(tokens):
             raise ValueError(f"tokens ({shown(tokens)}) must be an array [num_tokens_in_all]")
         self.tokens, self.layout, self.rank = tokens, layout, rank
-        given = (0, len(tokens)) if cu_seqlens is None else Document(cu_seqlens).cu_seqlens
+        given = (0, len(tokens)) if cu_seqlens is None else tw.Document(cu_seqlens).cu_seqlens
         self.cu_seqlens = np.array(given)
         if self.cu_seqlens[-1] != len(tokens):
             raise ValueError(
@@ -285,7 +285,7 @@ def _nothing() -> tuple[Tensor, Tensor]:
 
 
 def _inputs(
-    layout: Layout,
+    layout: tw.Layout,
     rank: int,
     cu_seqlens: Sequence[int],
     input_ids: Tensor,
@@ -295,7 +295,7 @@ def _inputs(
 
     Position ids are where the input ids are, as a model reads both; boundaries are the host's.
     """
-    position_ids = torch.from_numpy(lengths.position_ids(cu_seqlens)[layout.rows(rank)])
+    position_ids = torch.from_numpy(tw.lengths.position_ids(cu_seqlens)[layout.rows(rank)])
     boundaries = torch.tensor(cu_seqlens, dtype=torch.int32)
     longest = int(boundaries.diff().max())
     padding = 0 if layout.size(rank) else 1

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import tilewise as tw
 from tilewise.arguments import Validate, checks_arguments
-from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.diffusers.internals import (
     Cuts,
     Gather,
@@ -37,19 +37,11 @@ from tilewise.integrations.diffusers.internals import (
     split_processor,
 )
 from tilewise.integrations.diffusers.models import MODELS, Attends, ModelSplit
-from tilewise.layouts.joint import joint
-from tilewise.layouts.layout import Layout, Run, contiguous
-from tilewise.masks.base import Mask
-from tilewise.masks.tables import Slices
-from tilewise.plan.ir import Plan
 from tilewise.plan.kept import RecentValues
-from tilewise.strategies.ring import ring
-from tilewise.strategies.ulysses import ulysses
 from tilewise.tokens.moves import gather_moves
 from tilewise.tokens.rows import move_rows
 from tilewise.tokens.same_rows import first_difference
 from tilewise.transport.agreement import agree, settled
-from tilewise.transport.resolve import Group, transport_for
 
 __all__ = ["TRIED", "enable_parallelism"]
 
@@ -69,9 +61,9 @@ Key = tuple[str, str | int, int | None]
 @checks_arguments
 def enable_parallelism(
     model: Model,
-    group: Group | DeviceMesh | Any = None,
+    group: tw.transport.Group | DeviceMesh | Any = None,
     *,
-    strategy: Literal["auto"] | Plan = "auto",
+    strategy: Literal["auto"] | tw.Plan = "auto",
     cp_plan: Mapping[str, Any] | None = None,
     validate: Validate = "first",
 ) -> Model:
@@ -183,11 +175,11 @@ def split_rows(model: nn.Module) -> int:
     return state.length_of(state.known.output)
 
 
-def _strategy_of(group: Any) -> tuple[Plan | None, Any]:
+def _strategy_of(group: Any) -> tuple[tw.Plan | None, Any]:
     """The plan that a mesh or a configuration of diffusers names, and the group of it."""
     if hasattr(group, "ring_degree") and hasattr(group, "ulysses_degree"):
         rings, heads, mesh = group.ring_degree, group.ulysses_degree, group.mesh
-        ranks = transport_for(None).world_size if mesh is None else rings * heads
+        ranks = tw.transport.transport_for(None).world_size if mesh is None else rings * heads
         if ranks != rings * heads:
             raise ValueError(
                 f"ring_degree ({rings}) x ulysses_degree ({heads}) is {rings * heads}, but the "
@@ -205,10 +197,10 @@ def _strategy_of(group: Any) -> tuple[Plan | None, Any]:
     return None, group.get_group() if isinstance(group, DeviceMesh) else group
 
 
-def _unified(rings: int, heads: int) -> Plan:
+def _unified(rings: int, heads: int) -> tw.Plan:
     if heads == 1:
-        return ring(rings)
-    return ulysses(heads, inner=None if rings == 1 else ring(rings))
+        return tw.ring(rings)
+    return tw.ulysses(heads, inner=None if rings == 1 else tw.ring(rings))
 
 
 def _flat(mesh: DeviceMesh) -> Any:
@@ -221,24 +213,24 @@ class _SplitModel:
     def __init__(
         self,
         name: str,
-        group: Group,
-        strategy: Literal["auto"] | Plan,
+        group: tw.transport.Group,
+        strategy: Literal["auto"] | tw.Plan,
         validate: Validate,
         known: ModelSplit | None,
     ):
         self.name, self.known = name, known
-        self.strategy: Literal["auto"] | Plan = strategy
+        self.strategy: Literal["auto"] | tw.Plan = strategy
         self.validate: Validate = validate
-        self.transport = transport_for(group)
+        self.transport = tw.transport.transport_for(group)
         self.rank, self.world_size = self.transport.rank, self.transport.world_size
-        if isinstance(strategy, Plan) and strategy.world_size != self.world_size:
+        if isinstance(strategy, tw.Plan) and strategy.world_size != self.world_size:
             raise ValueError(
                 f"{strategy.name} is for {strategy.world_size} ranks, but the group has "
                 f"{self.world_size}; make the plan for {self.world_size}"
             )
         self.lengths: dict[Key, int] = {}
         self._candidates: dict[str, list[tuple[Key, ...]]] = {}
-        self._cps: RecentValues[Hashable, ContextParallel] = RecentValues(64)
+        self._cps: RecentValues[Hashable, tw.ContextParallel] = RecentValues(64)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SplitModel:
         """A copy of the model has the same group."""
@@ -276,10 +268,10 @@ class _SplitModel:
                 f"{key[1]!r} of {key[0] or self.name} has {length} rows for {self.world_size} "
                 "ranks, of which each needs one; use fewer ranks, larger images or longer texts"
             )
-        (run,) = contiguous(length, self.world_size).runs[self.rank]
+        (run,) = tw.contiguous(length, self.world_size).runs[self.rank]
         return x.narrow(dim, run.start, run.count)
 
-    def sequence(self, names: tuple[str, ...], num_rows: int) -> Layout:
+    def sequence(self, names: tuple[str, ...], num_rows: int) -> tw.Layout:
         """The layout of a sequence of a tried model.
 
         Split parts stand by rank, each rank's in order, as its rows do.
@@ -291,19 +283,19 @@ class _SplitModel:
         lengths = [self.length_of(name) for name in names]
         whole = [length < self.world_size for length in lengths]
         parts = [x for x, is_whole in zip(lengths, whole, strict=True) if not is_whole]
-        sizes = [contiguous(x, self.world_size).sizes for x in parts]
+        sizes = [tw.contiguous(x, self.world_size).sizes for x in parts]
         others = sum(x[self.rank] for x in sizes) + sum(
             x for x, is_whole in zip(lengths, whole, strict=True) if is_whole and x >= 0
         )
         lengths = [num_rows - others if length < 0 else length for length in lengths]
         if all(whole):
-            return joint(self.world_size, range(sum(lengths)))
+            return tw.joint(self.world_size, range(sum(lengths)))
         split = _by_rank(tuple(map(sum, zip(*sizes, strict=True))))
         if not any(whole):
             return split
         before = sum(lengths[: whole.index(False)])
         after = range(before + split.num_tokens, sum(lengths))
-        return joint(split, [*range(before), *after])
+        return tw.joint(split, [*range(before), *after])
 
     def length_of(self, name: str) -> int:
         """Return the length of the tensor of a name that was split last; -1 if none was."""
@@ -314,7 +306,7 @@ class _SplitModel:
         ]
         return named[-1] if named else -1
 
-    def layout(self, sequence: str, num_rows: int, most: int = MOST_JOINED) -> Layout:
+    def layout(self, sequence: str, num_rows: int, most: int = MOST_JOINED) -> tw.Layout:
         """The layout of a sequence that is made up of split tensors, found by its rows.
 
         It is the same on all ranks; a rank that has other rows is refused where they are used.
@@ -352,7 +344,7 @@ class _SplitModel:
 
     def _sizes(self, keys: tuple[Key, ...]) -> tuple[int, ...]:
         """Rows of each rank of tensors one after the other."""
-        parts = [contiguous(self.lengths[key], self.world_size).sizes for key in keys]
+        parts = [tw.contiguous(self.lengths[key], self.world_size).sizes for key in keys]
         return tuple(map(sum, zip(*parts, strict=True)))
 
     def _rows_of_ranks(self, sequence: str, num_rows: int) -> tuple[int, ...]:
@@ -398,7 +390,7 @@ class _SplitModel:
         options: dict[str, Any] = {"softmax_scale": call.get("scale"), "validate": self.validate}
         if keys != layout:
             moves = "kv" if keys.num_tokens <= layout.num_tokens else "q"
-            plan = ring(self.world_size, moves) if self.strategy == "auto" else self.strategy
+            plan = tw.ring(self.world_size, moves) if self.strategy == "auto" else self.strategy
             options |= {"kv_layout": keys, "plan": plan}
         cp, given = self._cp(layout), call.get("attn_mask")
         if given is None:
@@ -412,8 +404,8 @@ class _SplitModel:
         return torch.cat(outs)[np.argsort(entries).tolist()]
 
     def _masks(
-        self, layer: str, given: Tensor, num_entries: int, layout: Layout, keys: Layout
-    ) -> list[tuple[Mask | None, list[int]]]:
+        self, layer: str, given: Tensor, num_entries: int, layout: tw.Layout, keys: tw.Layout
+    ) -> list[tuple[tw.masks.Mask | None, list[int]]]:
         """Masks of keys that some entries of a batch have in common, and these entries.
 
         Args:
@@ -454,9 +446,9 @@ class _SplitModel:
             entries.setdefault(row.tobytes(), []).append(entry)
         return [(_mask_of_keys(whole[x[0]], layout.num_tokens), x) for x in entries.values()]
 
-    def _cp(self, layout: Layout) -> ContextParallel:
-        def make() -> ContextParallel:
-            return ContextParallel(
+    def _cp(self, layout: tw.Layout) -> tw.ContextParallel:
+        def make() -> tw.ContextParallel:
+            return tw.ContextParallel(
                 self.transport,
                 num_tokens=layout.num_tokens,
                 strategy=self.strategy,
@@ -492,20 +484,20 @@ _UNKNOWN = Attends((), ())
 """Stands for a layer of a model that was not tried."""
 
 
-def _by_rank(sizes: tuple[int, ...]) -> Layout:
+def _by_rank(sizes: tuple[int, ...]) -> tw.Layout:
     """The layout of so many rows of each rank, one rank after the other."""
     starts = np.cumsum([0, *sizes]).tolist()
-    runs = [[Run(start, count)] for start, count in zip(starts, sizes, strict=False)]
-    return Layout(starts[-1], runs, "split")
+    runs = [[tw.layouts.Run(start, count)] for start, count in zip(starts, sizes, strict=False)]
+    return tw.Layout(starts[-1], runs, "split")
 
 
-def _mask_of_keys(visible: np.ndarray, num_queries: int) -> Mask | None:
+def _mask_of_keys(visible: np.ndarray, num_queries: int) -> tw.masks.Mask | None:
     """The mask by which all queries attend to the keys that are visible; None: to all."""
     if visible.all():
         return None
     edges = np.flatnonzero(np.diff(visible, prepend=False, append=False)).tolist()
     ranges = zip(edges[::2], edges[1::2], strict=True)
-    return Slices([((0, num_queries), keys, "full") for keys in ranges])
+    return tw.Slices([((0, num_queries), keys, "full") for keys in ranges])
 
 
 class _Layer:
@@ -525,7 +517,7 @@ class _Gathered(torch.autograd.Function):
     """Every rank computes the same of the whole, so that its slice of the gradient is all of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, model: _SplitModel, layout: Layout, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, model: _SplitModel, layout: tw.Layout, dim: int) -> Tensor:
         ctx.dim, ctx.rows = dim, layout.ranges(model.rank)
         return move_rows(x, gather_moves(layout, None), model.transport, dim)
 

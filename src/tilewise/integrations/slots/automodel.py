@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+import tilewise as tw
 from tilewise.arguments import checks_arguments
-from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED
 from tilewise.integrations.transformers.check import (
     attach,
@@ -27,12 +27,8 @@ from tilewise.integrations.transformers.check import (
     registered,
 )
 from tilewise.integrations.transformers.states import has_state_functions, is_stateless
-from tilewise.layouts.layout import Layout, zigzag
-from tilewise.masks.base import Causal
-from tilewise.plan.ir import Plan
 from tilewise.plan.kept import RecentValues
 from tilewise.transport.agreement import settled
-from tilewise.transport.resolve import transport_for
 
 NAME = "tilewise"
 TOKEN_COLUMNS = ("input_ids", "inputs_embeds", "labels", "position_ids", "padding_mask")
@@ -44,7 +40,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @checks_arguments
 def parallelize(
-    model: Model, device_mesh: Any, *, strategy: Literal["auto"] | Plan = "auto"
+    model: Model, device_mesh: Any, *, strategy: Literal["auto"] | tw.Plan = "auto"
 ) -> Model:
     """Make a model's batches and its attention run over the mesh's "cp", and return the model.
 
@@ -72,15 +68,15 @@ def parallelize(
         raise ValueError(f"{type(base).__name__} cannot be split in Automodel: {error}")
     check_model(model, loss=False)
     _remove_their_hooks(model)
-    lengths: RecentValues[int, ContextParallel] = RecentValues(8)
-    current: list[ContextParallel] = []
+    lengths: RecentValues[int, tw.ContextParallel] = RecentValues(8)
+    current: list[tw.ContextParallel] = []
 
-    def of_length(num_tokens: int) -> ContextParallel:
+    def of_length(num_tokens: int) -> tw.ContextParallel:
         group, layout = cp_mesh.get_group(), layout_of(cp_mesh, num_tokens)
-        given = {"num_tokens": num_tokens, "mask": Causal(), "layout": layout}
-        return ContextParallel(group, strategy=strategy, **given)
+        given = {"num_tokens": num_tokens, "mask": tw.Causal(), "layout": layout}
+        return tw.ContextParallel(group, strategy=strategy, **given)
 
-    def install(num_tokens: int) -> ContextParallel:
+    def install(num_tokens: int) -> tw.ContextParallel:
         cp = lengths.get(num_tokens, lambda: of_length(num_tokens))
         if not current:
             attach(model, cp, NAME)
@@ -97,7 +93,7 @@ def parallelize(
     return model
 
 
-def layout_of(cp_mesh: Any, padded_seq_len: int) -> Layout:
+def layout_of(cp_mesh: Any, padded_seq_len: int) -> tw.Layout:
     """The layout of Automodel's batches: pieces r and 2n - 1 - r on rank r of n.
 
     Raises:
@@ -108,7 +104,7 @@ def layout_of(cp_mesh: Any, padded_seq_len: int) -> Layout:
         raise ValueError(
             f"padded_seq_len ({padded_seq_len}) must be divisible by {pieces}, 2 x cp_size"
         )
-    return zigzag(padded_seq_len, cp_mesh.size())
+    return tw.zigzag(padded_seq_len, cp_mesh.size())
 
 
 def local_token_global_indices(
@@ -119,7 +115,7 @@ def local_token_global_indices(
     return layout.positions(cp_mesh.get_local_rank()).to(device)
 
 
-def sharder(install: Callable[[int], ContextParallel]) -> Any:
+def sharder(install: Callable[[int], tw.ContextParallel]) -> Any:
     """Automodel's ContextParallelSharder of one batch.
 
     Args:
@@ -138,7 +134,7 @@ def sharder(install: Callable[[int], ContextParallel]) -> Any:
         loss_mask: Tensor | None = None,
         padding_token_id: int = 0,
     ) -> tuple[Any, dict[str, Any], Any]:
-        pieces, transport = 2 * cp_mesh.size(), transport_for(cp_mesh.get_group())
+        pieces, transport = 2 * cp_mesh.size(), tw.transport.transport_for(cp_mesh.get_group())
         tokens = settled(transport, lambda: _checked(batch, loss_mask))
         padded = -(-tokens // pieces) * pieces
         cp = install(padded)

@@ -10,12 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import tilewise as tw
 from tilewise.arguments import of_kind, require_known
-from tilewise.kernels.bias import Alibi, alibi
-from tilewise.layouts.documents import zigzag_documents
-from tilewise.layouts.layout import Layout
-from tilewise.masks.base import Causal, Document, Full, Mask, Window
-from tilewise.masks.tables import Slices
+from tilewise.kernels.bias import Alibi
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p", "auto")
 QKV_FORMATS = ("sbhd", "bshd", "thd")
@@ -45,7 +42,7 @@ KINDS: Mapping[str, Any] = MappingProxyType(
         "core_attention_bias_type": str,
         "core_attention_bias": Tensor | None,
         "alibi_slopes": Tensor | None,
-        "layout": Layout | None,
+        "layout": tw.Layout | None,
     }
 )
 """Of arguments that forward reads."""
@@ -87,18 +84,18 @@ def check_no_padding(attention_mask: Any, cu_seqlens: Tensor | None) -> None:
 
 def documents_and_mask(
     lengths: Boundaries, padded: Boundaries, n: int, causal: bool
-) -> tuple[Layout, Mask]:
+) -> tuple[tw.Layout, tw.masks.Mask]:
     """The layout of packed documents as TransformerEngine splits them, and their mask."""
     if lengths[0] is None:
         raise ValueError('qkv_format "thd" needs cu_seqlens_q, the boundaries of the documents')
     for name, (own, of_keys) in {"": lengths, "_padded": padded}.items():
         if own is not None and of_keys is not None and not torch.equal(own, of_keys):
             raise ValueError(f"cu_seqlens_kv{name} must be as cu_seqlens_q{name}: self-attention")
-    edges = Document(lengths[0]).cu_seqlens
-    places = edges if padded[0] is None else Document(padded[0]).cu_seqlens
-    layout = zigzag_documents(places, n)
+    edges = tw.Document(lengths[0]).cu_seqlens
+    places = edges if padded[0] is None else tw.Document(padded[0]).cu_seqlens
+    layout = tw.zigzag_documents(places, n)
     if places == edges:
-        return layout, Causal() & Document(edges) if causal else Document(edges)
+        return layout, tw.Causal() & tw.Document(edges) if causal else tw.Document(edges)
     if len(places) != len(edges):
         raise ValueError(
             f"cu_seqlens_q_padded has {len(places)} boundaries, but cu_seqlens_q has {len(edges)}"
@@ -109,17 +106,17 @@ def documents_and_mask(
         if tokens > stop - start:
             raise ValueError(f"document {i} has {tokens} tokens in room for {stop - start}")
     ranges = [(start, start + size) for (start, _), size in zip(rooms, kept, strict=True)]
-    return layout, Slices([(x, x, "causal" if causal else "full") for x in ranges])
+    return layout, tw.Slices([(x, x, "causal" if causal else "full") for x in ranges])
 
 
-def with_window(mask: Mask, window: tuple[int, int] | None, causal: bool) -> Mask:
+def with_window(mask: tw.masks.Mask, window: tuple[int, int] | None, causal: bool) -> tw.masks.Mask:
     """The mask within TransformerEngine's window_size, of which -1 is unbounded."""
     left, right = (None if x < 0 else x for x in window or (-1, -1))
     right = None if causal or (left is None and right == 0) else right
     if left is None and right is None:
         return mask
-    near = Window(left, right)
-    return near if mask == Full() else mask & near
+    near = tw.Window(left, right)
+    return near if mask == tw.Full() else mask & near
 
 
 class BiasArguments(NamedTuple):
@@ -164,16 +161,16 @@ class BiasArguments(NamedTuple):
         if self.kind != "alibi":
             return None
         if self.slopes is not None:
-            return alibi(self.slopes)
+            return tw.alibi(self.slopes)
         if num_heads != all_heads or num_heads & (num_heads - 1):
             raise ValueError(
                 f"core_attention_bias_type 'alibi' needs alibi_slopes for {num_heads} of "
                 f"{all_heads} heads: the slopes that are known by themselves are those of all, a "
                 "power of 2"
             )
-        return alibi([2 ** (-8 * (head + 1) / num_heads) for head in range(num_heads)])
+        return tw.alibi([2 ** (-8 * (head + 1) / num_heads) for head in range(num_heads)])
 
-    def tables(self, batch: int, num_heads: int, layout: Layout, rank: int) -> Tensor | None:
+    def tables(self, batch: int, num_heads: int, layout: tw.Layout, rank: int) -> Tensor | None:
         """Its tensor, this rank's queries in place among those of the whole sequence, [1 or batch,
         heads, queries, keys]; None: it has none. Strategies that move keys alone read no other
         rows.

@@ -18,15 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilewise.context_parallel import ContextParallel
-from tilewise.layouts.layout import Layout, contiguous, zigzag
-from tilewise.masks.base import Causal, Document, Full, Mask, Window
-from tilewise.plan.ir import Plan
+import tilewise as tw
 from tilewise.transport.agreement import settled
-from tilewise.transport.resolve import transport_for
 
-BALANCERS: Mapping[str | None, Callable[[int, int], Layout]] = MappingProxyType(
-    {"headtail": zigzag, None: contiguous}
+BALANCERS: Mapping[str | None, Callable[[int, int], tw.Layout]] = MappingProxyType(
+    {"headtail": tw.zigzag, None: tw.contiguous}
 )
 Edges = tuple[int, ...]
 
@@ -39,8 +35,8 @@ class SplitSequence(NamedTuple):
         whole: the masks are all that a layer asks for; else it adds its own window, or causal.
     """
 
-    layout: Layout
-    masks: tuple[Mask, ...] | None = None
+    layout: tw.Layout
+    masks: tuple[tw.masks.Mask, ...] | None = None
     whole: bool = False
 
 
@@ -65,7 +61,7 @@ def prepare_context_parallel_input(  # noqa: PLR0913 - theirs
         ValueError: for masks that tilewise cannot read.
     """
 
-    def checked() -> tuple[Layout, Any]:
+    def checked() -> tuple[tw.Layout, Any]:
         balancer = "headtail" if load_balancer_type == "ptrr" else load_balancer_type
         if balancer not in BALANCERS:
             raise ValueError(
@@ -79,7 +75,7 @@ def prepare_context_parallel_input(  # noqa: PLR0913 - theirs
             return layout, {key: _split(layout, x, documents) for key, x in masks.items()}
         return layout, _split(layout, masks, documents)
 
-    layout, split = settled(transport_for(cp_mesh.get_group()), checked)
+    layout, split = settled(tw.transport.transport_for(cp_mesh.get_group()), checked)
     rank = cp_mesh.get_local_rank()
     positions = extra_kwargs["positions"]
     inputs, labels, positions = (
@@ -92,7 +88,7 @@ def apply_cp_to_forward(
     attention_modules: Sequence[nn.Module],
     cp_mesh: DeviceMesh,
     *,
-    strategy: Literal["auto"] | Plan = "auto",
+    strategy: Literal["auto"] | tw.Plan = "auto",
 ) -> None:
     """Make inner attention modules attend over the mesh, as torchtitan's function of that name.
 
@@ -101,13 +97,13 @@ def apply_cp_to_forward(
         strategy: what ContextParallel takes.
     """
     group = cp_mesh.get_group()
-    known: dict[Layout, ContextParallel] = {}
+    known: dict[tw.Layout, tw.ContextParallel] = {}
 
-    def cp_of(layout: Layout) -> ContextParallel:
+    def cp_of(layout: tw.Layout) -> tw.ContextParallel:
         if layout not in known:
             known.clear()
-            options: dict[str, Any] = {"mask": Causal(), "layout": layout, "strategy": strategy}
-            known[layout] = ContextParallel(group, num_tokens=layout.num_tokens, **options)
+            options: dict[str, Any] = {"mask": tw.Causal(), "layout": layout, "strategy": strategy}
+            known[layout] = tw.ContextParallel(group, num_tokens=layout.num_tokens, **options)
         return known[layout]
 
     for module in attention_modules:
@@ -116,7 +112,7 @@ def apply_cp_to_forward(
 
 
 def _forward(
-    cp_of: Callable[[Layout], ContextParallel], window: tuple[int, int] | None
+    cp_of: Callable[[tw.Layout], tw.ContextParallel], window: tuple[int, int] | None
 ) -> Callable[..., Tensor]:
     """The forward of an inner attention module: tensors [batch, rows, heads, head_dim]."""
 
@@ -141,7 +137,7 @@ def _forward(
         if given:
             raise ValueError(f"{next(iter(given))} of torchtitan's attention is not supported")
         own = _window((-1, 0 if is_causal else -1) if window is None else window)
-        masks = list(attention_masks.masks or (Full(),))
+        masks = list(attention_masks.masks or (tw.Full(),))
         if not attention_masks.whole:
             masks = [_both(own, mask) for mask in masks]
         mask = masks[0] if len(set(masks)) == 1 else masks
@@ -152,7 +148,7 @@ def _forward(
     return forward
 
 
-def _split(layout: Layout, masks: Any, documents: tuple[Edges, ...]) -> SplitSequence:
+def _split(layout: tw.Layout, masks: Any, documents: tuple[Edges, ...]) -> SplitSequence:
     """The masks of each row, of torchtitan's."""
     if masks is None:
         return SplitSequence(layout)
@@ -166,7 +162,7 @@ def _split(layout: Layout, masks: Any, documents: tuple[Edges, ...]) -> SplitSeq
     return SplitSequence(layout, tuple(_read(masks.mask_mod, x) for x in documents), True)
 
 
-def _read(function: Callable[..., Any], edges: Edges) -> Mask:
+def _read(function: Callable[..., Any], edges: Edges) -> tw.masks.Mask:
     """The mask that a mask function of torchtitan's models stands for, in a row of documents."""
     name = getattr(function, "__qualname__", repr(function)).split(".")[0]
     inner = inspect.getclosurevars(function).nonlocals
@@ -174,35 +170,35 @@ def _read(function: Callable[..., Any], edges: Edges) -> Mask:
         case "and_masks":
             return reduce(_both, (_read(x, edges) for x in inner["mask_mods"]))
         case "get_causal_mask_mod":
-            return Causal()
+            return tw.Causal()
         case "get_document_mask_mod" | "get_efficient_causal_mask_mod_for_packed_document":
             return _apart(edges)
         case "get_sliding_window_mask_mod":
-            return Window(inner["window_size"] - 1, 0)
+            return tw.Window(inner["window_size"] - 1, 0)
         case "get_fixed_block_mask_mod":
-            return Document((*range(0, edges[-1], inner["fixed_block_size"]), edges[-1]))
+            return tw.Document((*range(0, edges[-1], inner["fixed_block_size"]), edges[-1]))
     raise ValueError(
         f"the mask function {name} of torchtitan cannot be read by tilewise, which knows those of "
         "torchtitan.models.common.attention: causal, document, sliding window and fixed block"
     )
 
 
-def _window(window: tuple[int, int]) -> Mask:
+def _window(window: tuple[int, int]) -> tw.masks.Mask:
     """The mask of torchtitan's window_size, of which -1 is unbounded."""
     left, right = (None if x < 0 else x for x in window)
     if left is None and right is None:
-        return Full()
-    return Causal() if left is None and right == 0 else Window(left, right)
+        return tw.Full()
+    return tw.Causal() if left is None and right == 0 else tw.Window(left, right)
 
 
-def _both(a: Mask, b: Mask) -> Mask:
-    if Full() in (a, b):
-        return a if b == Full() else b
+def _both(a: tw.masks.Mask, b: tw.masks.Mask) -> tw.masks.Mask:
+    if tw.Full() in (a, b):
+        return a if b == tw.Full() else b
     return a if a == b else a & b
 
 
-def _apart(edges: Edges) -> Mask:
-    return Document(edges) if len(edges) > 2 else Full()
+def _apart(edges: Edges) -> tw.masks.Mask:
+    return tw.Document(edges) if len(edges) > 2 else tw.Full()
 
 
 def _documents(positions: Tensor) -> tuple[Edges, ...]:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import tilewise as tw
 from tilewise.arguments import checks_arguments, require_known, shown, whole_number
-from tilewise.context_parallel import ContextParallel
 from tilewise.execution.validation import MOST_SEEDS
 from tilewise.integrations.seeds import agreed_seed
 from tilewise.integrations.slots.te_arguments import (
@@ -33,16 +33,10 @@ from tilewise.integrations.slots.te_arguments import (
     refuse,
     with_window,
 )
-from tilewise.layouts.layout import Layout, contiguous, zigzag
-from tilewise.masks.base import Causal, Full, Mask
-from tilewise.plan.ir import Plan
-from tilewise.strategies.all_gather import all_gather
-from tilewise.strategies.ring import ring
-from tilewise.strategies.ulysses import ulysses
 from tilewise.tokens.moves import gather_moves
 from tilewise.tokens.rows import move_rows
 from tilewise.transport.agreement import settled
-from tilewise.transport.resolve import Group, LocalTransport, transport_for
+from tilewise.transport.resolve import LocalTransport
 
 SEEDS_APART = 1 << 40  # of dropout on the ranks of tensor parallelism, whose heads differ
 
@@ -81,7 +75,7 @@ class DotProductAttention(nn.Module):
         tp_group: Any = None,
         layer_number: int | None = None,
         attention_type: str = "self",
-        cp_group: Group | list[Any] = None,
+        cp_group: tw.transport.Group | list[Any] = None,
         cp_global_ranks: list[int] | None = None,
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
@@ -115,7 +109,7 @@ class DotProductAttention(nn.Module):
 
     def set_context_parallel_group(
         self,
-        cp_group: Group | list[Any],
+        cp_group: tw.transport.Group | list[Any],
         cp_global_ranks: list[int] | None = None,
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
@@ -139,24 +133,26 @@ class DotProductAttention(nn.Module):
                 raise ValueError("cp_group must be two groups, with the cp_global_ranks of both")
             degree = cp_group[0].size()
             whole = dist.new_group(cp_global_ranks, use_local_synchronization=True)
-        self._set_group(cast(Group, whole), cp_comm_type, degree)
+        self._set_group(cast(tw.transport.Group, whole), cp_comm_type, degree)
 
-    def _set_group(self, group: Group, comm_type: str, a2a_degree: int | None = None) -> None:
+    def _set_group(
+        self, group: tw.transport.Group, comm_type: str, a2a_degree: int | None = None
+    ) -> None:
         require_known("cp_comm_type", comm_type, COMM_TYPES)
         self.cp_group, self.cp_comm_type = group, comm_type
         self._group = LocalTransport() if group is None else group
-        n = transport_for(self._group).world_size
+        n = tw.transport.transport_for(self._group).world_size
         if comm_type == "a2a+p2p" and n > 1 and a2a_degree is None:
             raise ValueError("cp_comm_type 'a2a+p2p' needs cp_group=[a2a group, p2p group]")
-        self._strategy: Plan | Literal["auto"] = "auto"
+        self._strategy: tw.Plan | Literal["auto"] = "auto"
         if comm_type == "p2p":
-            self._strategy = ring(n)
+            self._strategy = tw.ring(n)
         elif comm_type == "all_gather":
-            self._strategy = all_gather(n)
+            self._strategy = tw.all_gather(n)
         elif comm_type != "auto":
             degree = a2a_degree or n
-            self._strategy = ulysses(degree, ring(n // degree))
-        self._cp: ContextParallel | None = None
+            self._strategy = tw.ulysses(degree, tw.ring(n // degree))
+        self._cp: tw.ContextParallel | None = None
 
     def forward(  # noqa: PLR0913 - theirs
         self,
@@ -185,7 +181,7 @@ class DotProductAttention(nn.Module):
         bf16_backward: bool | None = False,
         num_splits: int | None = 1,
         *,
-        layout: Layout | None = None,
+        layout: tw.Layout | None = None,
         **others: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's rows; heads and their width are one dimension of out.
@@ -207,7 +203,7 @@ class DotProductAttention(nn.Module):
         Returns:
             out, or with return_max_logit (out, largest score of each head on any rank).
         """
-        transport = transport_for(self._group)
+        transport = tw.transport.transport_for(self._group)
         others |= {
             "inference_params": inference_params,
             "fp8_output": fp8_output,
@@ -221,7 +217,7 @@ class DotProductAttention(nn.Module):
         of_bias = BiasArguments(core_attention_bias_type, core_attention_bias, alibi_slopes)
         n, dim = transport.world_size, int(kind == "bshd")
 
-        def checked() -> tuple[Layout, Layout | None, Mask, list[Any]]:
+        def checked() -> tuple[tw.Layout, tw.Layout | None, tw.masks.Mask, list[Any]]:
             refuse(others)
             require_known("qkv_format", kind, QKV_FORMATS)
             require_known("attn_mask_type", mask_type, MASK_TYPES)
@@ -239,10 +235,13 @@ class DotProductAttention(nn.Module):
             else:
                 if "padding" in mask_type:
                     check_no_padding(attention_mask, cu_seqlens_q)
-                tokens, mask = layout or zigzag(rows * n, n), Causal() if causal else Full()
+                tokens, mask = (
+                    layout or tw.zigzag(rows * n, n),
+                    tw.Causal() if causal else tw.Full(),
+                )
             mask = with_window(mask, window, causal)
-            keys = tokens if kv_rows == rows else zigzag(kv_rows * n, n)
-            if keys is not tokens and (mask != Full() or layout or kind == "thd"):
+            keys = tokens if kv_rows == rows else tw.zigzag(kv_rows * n, n)
+            if keys is not tokens and (mask != tw.Full() or layout or kind == "thd"):
                 raise ValueError(
                     f"key_layer has {kv_rows} rows, but query_layer has {rows}: that is for "
                     f"attn_mask_type 'no_mask' without a window, not {mask_type!r}"
@@ -287,13 +286,13 @@ class DotProductAttention(nn.Module):
         if not self.return_max_logit:
             return out
         largest = torch.stack([x[1] for x in outs]).amax(0)
-        of_ranks = move_rows(largest[None], gather_moves(contiguous(n, n), None), transport)
+        of_ranks = move_rows(largest[None], gather_moves(tw.contiguous(n, n), None), transport)
         return out, of_ranks.amax(0)
 
-    def _context_parallel(self, layout: Layout) -> ContextParallel:
+    def _context_parallel(self, layout: tw.Layout) -> tw.ContextParallel:
         """The one of this layout; made anew where it changes."""
         if self._cp is None or self._cp.layout != layout:
-            self._cp = ContextParallel(
+            self._cp = tw.ContextParallel(
                 self._group,
                 num_tokens=layout.num_tokens,
                 strategy=self._strategy,

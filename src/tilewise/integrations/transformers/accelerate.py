@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import tilewise as tw
+
 try:
     from accelerate.parallelism_config import ParallelismConfig as _ParallelismConfig
 except ImportError as error:
@@ -22,7 +24,6 @@ except ImportError as error:
 
 from tilewise.arguments import Reduction, of_kind, whole_number
 from tilewise.integrations.transformers.internals import install, split_accelerator
-from tilewise.plan.ir import Plan
 
 __all__ = ["ParallelismConfig"]
 
@@ -48,7 +49,7 @@ class ParallelismConfig(_ParallelismConfig):
         ValueError: for sizes that cannot be combined.
     """
 
-    strategy: Literal["auto"] | Plan = "auto"
+    strategy: Literal["auto"] | tw.Plan = "auto"
     reduction: Reduction = "fast"
 
     def __new__(cls, *sizes: Any, **given: Any) -> ParallelismConfig:
@@ -89,7 +90,7 @@ class ParallelismConfig(_ParallelismConfig):
                 "plan as strategy to choose how keys and values travel"
             )
         of_kind("reduction", self.reduction, Reduction)
-        if isinstance(self.strategy, Plan) and self.strategy.world_size != given:
+        if isinstance(self.strategy, tw.Plan) and self.strategy.world_size != given:
             raise ValueError(
                 f"strategy is for {self.strategy.world_size} ranks, cp_size is {given}; make it "
                 "for as many"

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from tilewise.context_parallel import ContextParallel
+import tilewise as tw
 from tilewise.execution.validation import MOST_SEEDS
 from tilewise.integrations.seeds import agreed_seed, drawn_seed
 from tilewise.integrations.transformers.adapters import has_adapters
@@ -30,11 +30,9 @@ from tilewise.integrations.transformers.masks import (
     refused_model,
 )
 from tilewise.integrations.transformers.rope import RopeLengths
-from tilewise.masks.base import Causal, Document, Full, Mask, as_ints
-from tilewise.masks.tables import Slices
+from tilewise.masks.base import as_ints
 from tilewise.transport.agreement import agree
 from tilewise.transport.loopback import LoopbackGroup
-from tilewise.transport.resolve import transport_for
 
 TEMPERED_TREE = (
     "attn_temperature_tuning counts a token's place in its document, which cp.mask of Slices (a "
@@ -58,16 +56,16 @@ class LayerMask:
 
     def __init__(
         self,
-        cp: ContextParallel,
-        mask: Mask,
+        cp: tw.ContextParallel,
+        mask: tw.masks.Mask,
         packs: bool,
         refused_length: Callable[[Tensor | None], str | None] = lambda _: None,
-        read: Callable[[tuple[int, ...]], Mask] | None = None,
+        read: Callable[[tuple[int, ...]], tw.masks.Mask] | None = None,
     ):
         self.cp, self.mask, self.packs, self.refused_length = cp, mask, packs, refused_length
         self.read = read or (lambda _: mask)
         self.cu_seqlens: tuple[int, ...] | None = None  # in a model whose states are split, too
-        self.settled: Mask | list[Mask] | None = None
+        self.settled: tw.masks.Mask | list[tw.masks.Mask] | None = None
         # of each row of the batch, or of all; once settled, except of Slices
         self.documents: tuple[CuSeqlens, ...] = ()
         self.seed: int | None = None  # of dropout, in the first layer that drops
@@ -88,7 +86,7 @@ class LayerMask:
             "through transformers' AttentionInterface, so tilewise cannot reach it"
         )
 
-    def whole(self, batch: int, given: Mapping[str, Any]) -> Mask | list[Mask]:
+    def whole(self, batch: int, given: Mapping[str, Any]) -> tw.masks.Mask | list[tw.masks.Mask]:
         """The mask with the batch's documents, or one for each row where these differ.
 
         Args:
@@ -98,7 +96,7 @@ class LayerMask:
             return self.settled
         # It exchanges and reads numbers, which no graph can hold.
         settle: Any = torch.compiler.disable(self._settle)
-        settled: Mask | list[Mask] = settle(batch, given)
+        settled: tw.masks.Mask | list[tw.masks.Mask] = settle(batch, given)
         self.settled = settled
         return settled
 
@@ -112,18 +110,18 @@ class LayerMask:
             self.seed = agreed_seed(self.cp.group, number)
         return (self.seed + self.layers.setdefault(module, len(self.layers))) % MOST_SEEDS
 
-    def _settle(self, batch: int, given: Mapping[str, Any]) -> Mask | list[Mask]:
+    def _settle(self, batch: int, given: Mapping[str, Any]) -> tw.masks.Mask | list[tw.masks.Mask]:
         position_ids, cu_seqlens = given.get("position_ids"), given.get("cu_seq_lens_q")
         error = self.refused_length(position_ids)
         if error is not None:
             pass
-        elif isinstance(self.cp.mask, Slices):
+        elif isinstance(self.cp.mask, tw.Slices):
             error = self._refused_slices(cu_seqlens)
         elif position_ids is not None and position_ids.ndim != 2:
             error = f"position_ids have {position_ids.ndim} dimensions; pass [batch, num_rows]"
         elif cu_seqlens is not None and position_ids is not None:
             error = checked_documents(self.cp, cu_seqlens, position_ids)
-        elif cu_seqlens is None and position_ids is None and Causal() in parts(self.mask):
+        elif cu_seqlens is None and position_ids is None and tw.Causal() in parts(self.mask):
             error = (
                 "the model does not pass position_ids on to its attention, so its documents are "
                 "not known; call it with what hf.shard returns, which has cu_seq_lens_q"
@@ -134,7 +132,7 @@ class LayerMask:
             "position_ids": "none" if position_ids is None else "given",
         }
         try:
-            agree(transport_for(self.cp.group), fields, error, "first", documents)
+            agree(tw.transport.transport_for(self.cp.group), fields, error, "first", documents)
         except ValueError as differ:
             if "ranks disagree on cu_seq_lens_q" not in str(differ):
                 raise
@@ -142,13 +140,13 @@ class LayerMask:
                 f"{differ}: a Trainer gives each process other examples, unless its arguments have "
                 "a parallelism_config of tilewise.integrations.accelerate"
             ) from None
-        if isinstance(self.cp.mask, Slices):
+        if isinstance(self.cp.mask, tw.Slices):
             return self.cp.mask
         return self._with_documents(_documents(self, batch, position_ids, cu_seqlens))
 
     def _refused_slices(self, cu_seqlens: Tensor | None) -> str | None:
         """Why cp.mask, which says itself what each token sees, cannot stand for the layer's."""
-        if self.mask != Causal():
+        if self.mask != tw.Causal():
             return (
                 f"a layer asks for {self.mask!r}, but cp.mask is Slices (of a tree, say), which "
                 "takes the place of Causal() alone; use a model without windows, or another mask"
@@ -160,27 +158,29 @@ class LayerMask:
             )
         return None
 
-    def _with_documents(self, documents: tuple[CuSeqlens, ...]) -> Mask | list[Mask]:
+    def _with_documents(
+        self, documents: tuple[CuSeqlens, ...]
+    ) -> tw.masks.Mask | list[tw.masks.Mask]:
         wanted = documents_of(self.cp.mask)
         other = next((x for x in documents if wanted not in (None, x)), None)
         if other is not None:
             raise ValueError(
-                f"cp.mask has documents {Document(wanted)}, but the batch has "
-                f"{Document(other)}; pass position_ids that start at 0 in each document, or "
+                f"cp.mask has documents {tw.Document(wanted)}, but the batch has "
+                f"{tw.Document(other)}; pass position_ids that start at 0 in each document, or "
                 "make cp with tw.Causal()"
             )
         return self.settle(*documents)
 
-    def settle(self, *documents: CuSeqlens) -> Mask | list[Mask]:
+    def settle(self, *documents: CuSeqlens) -> tw.masks.Mask | list[tw.masks.Mask]:
         """Take these documents of the whole sequence, or of each row, and return the mask."""
         self.documents = tuple(dict.fromkeys(documents)) if len(set(documents)) == 1 else documents
         masks = [self._with_row(x) for x in self.documents]
         self.settled = masks[0] if len(masks) == 1 else masks
         return self.settled
 
-    def _with_row(self, cu_seqlens: CuSeqlens) -> Mask:
+    def _with_row(self, cu_seqlens: CuSeqlens) -> tw.masks.Mask:
         mask = self.read(cu_seqlens)
-        return mask if len(cu_seqlens) == 2 else mask & Document(cu_seqlens)
+        return mask if len(cu_seqlens) == 2 else mask & tw.Document(cu_seqlens)
 
 
 def _documents(
@@ -200,11 +200,11 @@ def _documents(
                 "it does in bidirectional masks, and where there is a cache or an attention_mask; "
                 "pass use_cache=False and no attention_mask, or cu_seq_lens_q"
             )
-        agree(transport_for(layer.cp.group), {"call": "documents"}, error, "first")
+        agree(tw.transport.transport_for(layer.cp.group), {"call": "documents"}, error, "first")
     return found
 
 
-def _refuse_other_ranks(cp: ContextParallel, thread: int) -> None:
+def _refuse_other_ranks(cp: tw.ContextParallel, thread: int) -> None:
     """Ranks that are threads of one process have one registry: a name may be another rank's."""
     if isinstance(cp.group, LoopbackGroup) and threading.get_ident() != thread:
         raise ValueError(
@@ -216,7 +216,7 @@ def _refuse_other_ranks(cp: ContextParallel, thread: int) -> None:
 
 
 def masks_of(
-    cp: ContextParallel,
+    cp: tw.ContextParallel,
     lengths: RopeLengths,
     proven: bool,
     documents_of_call: Callable[[Any], tuple[int, ...] | None] = lambda _: None,
@@ -250,9 +250,9 @@ def masks_of(
             documents = documents_of_call(config)
             error = refused_model(config, splits_states=stateless or documents is not None)
             error = error or _unproven(config, proven)
-            mask = Full() if error else read_mask(mask_function, (0, cp.layout.num_tokens))
+            mask = tw.Full() if error else read_mask(mask_function, (0, cp.layout.num_tokens))
         except ValueError as unread:
-            error, mask = str(unread), Full()
+            error, mask = str(unread), tw.Full()
         error = error or refused_rows(cp, q_length, kv_length, int(q_offset))
         if error is None and attention_mask is not None and not bool(attention_mask.all()):
             error = PADDED
@@ -267,7 +267,7 @@ def masks_of(
     return make_mask
 
 
-def attention_of(cp: ContextParallel, proven: bool) -> Callable[..., tuple[Tensor, None]]:
+def attention_of(cp: tw.ContextParallel, proven: bool) -> Callable[..., tuple[Tensor, None]]:
     """The attention interface: tensors [batch, heads, rows, head_dim], out [batch, rows, ...]."""
     thread = threading.get_ident()
 
@@ -290,7 +290,7 @@ def attention_of(cp: ContextParallel, proven: bool) -> Callable[..., tuple[Tenso
         mask = attention_mask.whole(len(query), given)
         tempered = getattr(module, "attn_temperature_tuning", False)
         if tempered and not getattr(module, "use_rope", True):
-            if isinstance(mask, Slices):
+            if isinstance(mask, tw.Slices):
                 refuse(cp, f"{type(module).__name__}: {TEMPERED_TREE}")
             query = _tempered(module, query, cp, attention_mask.documents)
         rows = cp.layout.size(cp.rank)
@@ -315,7 +315,7 @@ def attention_of(cp: ContextParallel, proven: bool) -> Callable[..., tuple[Tenso
 
 
 def _tempered(
-    module: Any, query: Tensor, cp: ContextParallel, documents: tuple[CuSeqlens, ...]
+    module: Any, query: Tensor, cp: tw.ContextParallel, documents: tuple[CuSeqlens, ...]
 ) -> Tensor:
     """Return Llama 4's queries, scaled by each token's place in its document.
 
@@ -360,7 +360,9 @@ def _unproven(found: Any, proven: bool) -> str | None:
     )
 
 
-def refused_rows(cp: ContextParallel, q_length: int, kv_length: int, q_offset: int) -> str | None:
+def refused_rows(
+    cp: tw.ContextParallel, q_length: int, kv_length: int, q_offset: int
+) -> str | None:
     rows = cp.layout.size(cp.rank)
     if q_offset or kv_length != q_length:
         return (
@@ -389,7 +391,7 @@ def _foreign(module: nn.Module, attention_mask: Any) -> str:
     )
 
 
-def refuse(cp: ContextParallel, error: str) -> NoReturn:
+def refuse(cp: tw.ContextParallel, error: str) -> NoReturn:
     """Raise on every rank, wherever the others wait to agree."""
-    agree(transport_for(cp.group), None, error)
+    agree(tw.transport.transport_for(cp.group), None, error)
     raise AssertionError("agree raises what it is given")

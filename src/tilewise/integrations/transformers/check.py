@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+import tilewise as tw
 from tilewise import lazy
 from tilewise.arguments import checks_arguments
-from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.transformers.adapters import Adapter, adapted, adapters, configurations
 from tilewise.integrations.transformers.attention import attention_of, masks_of
 from tilewise.integrations.transformers.masks import refused_model, uses_attention_interface
@@ -21,7 +21,6 @@ from tilewise.integrations.transformers.states import (
     split_all_calls,
 )
 from tilewise.transport.agreement import settled
-from tilewise.transport.resolve import transport_for
 
 TAKEN = ("eager", "sdpa", "flash", "flex", "paged")
 
@@ -133,7 +132,7 @@ def _check_new_adapters(called: Any, _: Any) -> None:
     (group,), tried = called._tilewise_adapters
     now = dict(configurations(called))
     if any(tried.get(name) is not config for name, config in now.items()):
-        settled(transport_for(group), lambda: check_model(called))
+        settled(tw.transport.transport_for(group), lambda: check_model(called))
         called._tilewise_adapters = _GroupOnly(group), now
 
 
@@ -179,7 +178,7 @@ def refusal(
     return error
 
 
-def attach(model: Any, cp: ContextParallel, name: str) -> None:
+def attach(model: Any, cp: tw.ContextParallel, name: str) -> None:
     """Make a model run over cp, under a name of its own among transformers' attentions.
 
     Args:
@@ -196,7 +195,7 @@ def attach(model: Any, cp: ContextParallel, name: str) -> None:
 
 
 def registered(
-    cp: ContextParallel, name: str, proven: bool, stateless: bool = False
+    cp: tw.ContextParallel, name: str, proven: bool, stateless: bool = False
 ) -> RopeLengths:
     """Register cp under a name.
 

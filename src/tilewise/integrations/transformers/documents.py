@@ -4,8 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.context_parallel import ContextParallel
-from tilewise.masks import lengths
+import tilewise as tw
 from tilewise.masks.base import as_ints
 
 CuSeqlens = tuple[int, ...]
@@ -15,7 +14,7 @@ PASS = "pass position_ids=cp.position_ids[None] or what hf.shard returns"
 
 
 def gathered_documents(
-    cp: ContextParallel, position_ids: Tensor, batch: int
+    cp: tw.ContextParallel, position_ids: Tensor, batch: int
 ) -> tuple[CuSeqlens, ...]:
     """cu_seqlens of each row of a batch, from its position ids: a document starts at each 0.
 
@@ -33,7 +32,7 @@ def gathered_documents(
     return tuple(_documents_of_row(cp, row) for row in whole)
 
 
-def _documents_of_row(cp: ContextParallel, position_ids: Tensor) -> CuSeqlens:
+def _documents_of_row(cp: tw.ContextParallel, position_ids: Tensor) -> CuSeqlens:
     _refuse_forgotten(cp, position_ids)
     ids = position_ids.numpy()
     jumps = np.flatnonzero(np.diff(ids) != 1) + 1
@@ -47,7 +46,9 @@ def _documents_of_row(cp: ContextParallel, position_ids: Tensor) -> CuSeqlens:
     return (0, *jumps.tolist(), cp.layout.num_tokens)
 
 
-def checked_documents(cp: ContextParallel, cu_seqlens: Tensor, position_ids: Tensor) -> str | None:
+def checked_documents(
+    cp: tw.ContextParallel, cu_seqlens: Tensor, position_ids: Tensor
+) -> str | None:
     """Return what is wrong with cu_seqlens, or with this rank's position ids beside them; else
     None.
     """
@@ -57,14 +58,14 @@ def checked_documents(cp: ContextParallel, cu_seqlens: Tensor, position_ids: Ten
             f"cu_seq_lens_q goes from {boundaries[0]} to {boundaries[-1]}, but must go from 0 to "
             f"{cp.layout.num_tokens}, the whole sequence's length; do not shard it"
         )
-    within = lengths.position_ids(boundaries)[cp.layout.rows(cp.rank)]
+    within = tw.lengths.position_ids(boundaries)[cp.layout.rows(cp.rank)]
     got = position_ids[..., : len(within)].cpu()
     if any(torch.equal(got, x.expand_as(got)) for x in (torch.from_numpy(within), cp.position_ids)):
         return None
     return f"position_ids are not those of this rank's tokens in the documents given; {PASS}"
 
 
-def _refuse_forgotten(cp: ContextParallel, whole: Tensor) -> None:
+def _refuse_forgotten(cp: tw.ContextParallel, whole: Tensor) -> None:
     """Without position_ids a model counts its own rows, from 0 on every rank."""
     sizes = [size for size in cp.layout.sizes if size]
     counted = cp.layout.unshard([torch.arange(size) for size in cp.layout.sizes])

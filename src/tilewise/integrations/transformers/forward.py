@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+import tilewise as tw
 from tilewise.arguments import Reduction
-from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED
 from tilewise.integrations.transformers.attention import LayerMask, attention_of, masks_of
 from tilewise.integrations.transformers.check import base_model, refuse_new_adapters, refused_loss
@@ -45,16 +45,11 @@ from tilewise.integrations.transformers.states import (
     wire,
 )
 from tilewise.integrations.transformers.whole_rows import PackedRows, labels_of_rows, packed
-from tilewise.layouts.layout import Layout
-from tilewise.masks.base import Causal, Full
-from tilewise.plan.ir import Plan
 from tilewise.plan.kept import RecentValues
 from tilewise.tokens.moves import gather_moves
 from tilewise.tokens.rows import move_rows
 from tilewise.transport.agreement import agree, settled
 from tilewise.transport.means import on_every_rank
-from tilewise.transport.protocol import Transport
-from tilewise.transport.resolve import transport_for
 
 KEPT = 64  # lengths of batches whose layout and plan are kept
 PER_TOKEN = frozenset(  # results of each token, small enough to be whole on every rank
@@ -83,7 +78,7 @@ ADVICE = MappingProxyType(
 def split_forward(
     model: nn.Module,
     group: Any,
-    strategy: Literal["auto"] | Plan = "auto",
+    strategy: Literal["auto"] | tw.Plan = "auto",
     reduction: Reduction = "fast",
 ) -> None:
     """Make calls of a model run over the ranks of a group, after check_model.
@@ -184,7 +179,7 @@ class SplitCall:
     """
 
     split: SplitForward
-    cp: ContextParallel
+    cp: tw.ContextParallel
     rows: PackedRows
     largest_position: int
     whole_labels: Tensor | None
@@ -201,16 +196,16 @@ class SplitForward:
         self,
         base: Any,
         group: Any,
-        strategy: Literal["auto"] | Plan,
+        strategy: Literal["auto"] | tw.Plan,
         reduction: Reduction = "fast",
         loss_refusal: str | None = None,
     ) -> None:
         text = base.config.get_text_config(decoder=True)
         self.group = group
-        self.strategy: Literal["auto"] | Plan = strategy
+        self.strategy: Literal["auto"] | tw.Plan = strategy
         self.reduction: Reduction = reduction
         self.loss_refusal = loss_refusal
-        self.transport = transport_for(group)
+        self.transport = tw.transport.transport_for(group)
         self.masked = is_masked(type(base))
         self.counts_kept = text.model_type in COUNTS_TOKENS
         self.embeds_types = any("token_type_embeddings" in name for name, _ in base.named_modules())
@@ -219,22 +214,22 @@ class SplitForward:
         self.name = type(base).__name__
         self.work = work_to_plan(base, self.transport.rank) if strategy == "auto" else None
         self.lengths = _KnownLengths(_GroupOnly(group))  # pyright: ignore[reportArgumentType]
-        self._by_length: RecentValues[int, ContextParallel] = RecentValues(KEPT)
+        self._by_length: RecentValues[int, tw.ContextParallel] = RecentValues(KEPT)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SplitForward:
         """A copied model is split in the same way: a process group cannot be copied."""
         return self
 
-    def for_length(self, num_tokens: int, device: str) -> ContextParallel:
+    def for_length(self, num_tokens: int, device: str) -> tw.ContextParallel:
         """The layout and plan of rows of this length.
 
         Args:
             device: type of the device that the model runs on.
         """
-        mask = Full() if self.masked else Causal()
+        mask = tw.Full() if self.masked else tw.Causal()
 
-        def make() -> ContextParallel:
-            cp = ContextParallel(
+        def make() -> tw.ContextParallel:
+            cp = tw.ContextParallel(
                 self.group,
                 num_tokens=num_tokens,
                 mask=mask,
@@ -398,7 +393,7 @@ class _GroupOnly(NamedTuple):
 class _Own(NamedTuple):
     """Cuts this rank's share, one row of padding if it has none: models cannot run on none."""
 
-    cp: ContextParallel
+    cp: tw.ContextParallel
 
     def __call__(self, x: Tensor, fill: int) -> Tensor:
         mine = self.cp.shard(x, 1)
@@ -435,8 +430,8 @@ def _wanted_columns(keep: Any, columns: int) -> Tensor | None:
 
 
 def _rows_of_columns(
-    rows: PackedRows, cp: ContextParallel, columns: Tensor
-) -> tuple[Layout | None, Tensor]:
+    rows: PackedRows, cp: tw.ContextParallel, columns: Tensor
+) -> tuple[tw.Layout | None, Tensor]:
     """Return the layout of the tokens of some columns, None if these have no tokens, and this
     rank's rows of them.
     """
@@ -444,7 +439,7 @@ def _rows_of_columns(
     number = wanted.cumsum(0) - 1
     by_rank = [cp.layout.positions(rank) for rank in range(cp.world_size)]
     order = [number[positions[wanted[positions]]] for positions in by_rank]
-    layout = Layout.from_positions(order, name="columns") if bool(wanted.any()) else None
+    layout = tw.Layout.from_positions(order, name="columns") if bool(wanted.any()) else None
     mine = wanted[by_rank[cp.rank]].nonzero().flatten()
     return layout, mine.to(rows.kept.device)
 
@@ -456,7 +451,9 @@ class _Whole(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout, transport: Transport) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, layout: tw.Layout, transport: tw.transport.Transport
+    ) -> Tensor:
         ctx.layout, ctx.rank, ctx.rows = layout, transport.rank, x.shape[1]
         mine = x.detach()[:, : layout.size(transport.rank)]
         # A copy, and no view: callers may change it in place.
@@ -472,9 +469,9 @@ class _Whole(torch.autograd.Function):
         return mine, None, None
 
 
-def _gathered(x: Tensor, cp: ContextParallel, layout: Layout | None = None) -> Tensor:
+def _gathered(x: Tensor, cp: tw.ContextParallel, layout: tw.Layout | None = None) -> Tensor:
     """The rows of all ranks; layout: which they are, if not those of cp."""
-    given = layout or cp.layout, transport_for(cp.group)
+    given = layout or cp.layout, tw.transport.transport_for(cp.group)
     return _Whole.apply(x, *given)  # pyright: ignore[reportReturnType]
 
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+import tilewise as tw
 from tilewise.arguments import checks_arguments, whole_number
-from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import shard_inputs
 from tilewise.integrations.transformers.attention import LayerMask
 from tilewise.integrations.transformers.check import (
@@ -50,7 +50,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 @checks_arguments
-def parallelize(model: Model, cp: ContextParallel, name: str = "tilewise") -> Model:
+def parallelize(model: Model, cp: tw.ContextParallel, name: str = "tilewise") -> Model:
     """Make a model's attention run over cp, after check_model, and return the model.
 
     A model that only has a wrong loss, or pools, runs without labels: a call with labels, and one
@@ -108,7 +108,7 @@ def hybrid_work(model: nn.Module, num_tokens: int) -> HybridWork:
 
 @checks_arguments
 def trainer_args(
-    cp: ContextParallel,
+    cp: tw.ContextParallel,
     model: nn.Module,
     args: Any,
     *,
@@ -139,7 +139,7 @@ def trainer_args(
 
 
 @checks_arguments
-def register(cp: ContextParallel, name: str = "tilewise") -> str:
+def register(cp: tw.ContextParallel, name: str = "tilewise") -> str:
     """Make attn_implementation=name run the attention of a model over cp; return name.
 
     A name stands for one cp: register again to replace it (another length), or take another name
@@ -157,7 +157,7 @@ def register(cp: ContextParallel, name: str = "tilewise") -> str:
 
 
 @checks_arguments
-def shard(cp: ContextParallel, input_ids: Tensor, **columns: Any) -> dict[str, Tensor]:
+def shard(cp: tw.ContextParallel, input_ids: Tensor, **columns: Any) -> dict[str, Tensor]:
     """Return the arguments with which a model is called on this rank, from the whole batch.
 
     Args:
@@ -168,7 +168,7 @@ def shard(cp: ContextParallel, input_ids: Tensor, **columns: Any) -> dict[str, T
 
 
 @checks_arguments
-def unshard(cp: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
+def unshard(cp: tw.ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
     """The whole tensor on every rank, from what a model gave for the rows of shard."""
     if not -x.ndim <= dim < x.ndim:
         return cp.unshard(x, dim)  # which refuses it on every rank

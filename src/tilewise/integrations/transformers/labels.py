@@ -5,9 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tilewise.context_parallel import ContextParallel
+import tilewise as tw
 from tilewise.transport.agreement import agree
-from tilewise.transport.resolve import transport_for
 
 LABELS = (  # arguments of which models of transformers make a loss
     *("labels", "shift_labels", "start_positions", "end_positions", "next_sentence_label"),
@@ -20,7 +19,7 @@ def given_labels(given: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_wrong_losses(
-    model: nn.Module, cp: ContextParallel, *, masked: bool, loss_refusal: str | None = None
+    model: nn.Module, cp: tw.ContextParallel, *, masked: bool, loss_refusal: str | None = None
 ) -> None:
     """Make calls of a model raise ValueError for labels that give a wrong loss.
 
@@ -45,7 +44,7 @@ def _check(model: Any, _: Any, given: dict[str, Any]) -> None:
     needed = ("num_items_in_batch",) if masked else ("shift_labels",)
     missing = [name for name in needed if given.get(name) is None]
     if loss_refusal is not None:
-        agree(transport_for(cp.group), None, loss_refusal)
+        agree(tw.transport.transport_for(cp.group), None, loss_refusal)
     elif given.get("labels") is not None and missing:
         error = (
             f"labels are given without {missing[0]}: the model would take the mean over this "
@@ -53,7 +52,7 @@ def _check(model: Any, _: Any, given: dict[str, Any]) -> None:
             "hf.shard(cp, input_ids, labels=labels) makes of the whole rows; a Trainer is split by "
             "ParallelismConfig of tilewise.integrations.accelerate, in place of hf.parallelize"
         )
-        agree(transport_for(cp.group), None, error)
+        agree(tw.transport.transport_for(cp.group), None, error)
 
 
 def _check_pooled(model: Any, _: Any, result: Any) -> None:
@@ -77,7 +76,7 @@ def _check_pooled(model: Any, _: Any, result: Any) -> None:
             "make the model without it (add_pooling_layer=False, say), and pool what "
             "hf.unshard(cp, rows) gives"
         )
-        agree(transport_for(cp.group), None, error)
+        agree(tw.transport.transport_for(cp.group), None, error)
 
 
 def is_masked(model_class: type) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
-from tilewise.masks.tables import Slices
+import tilewise as tw
+from tilewise.masks.base import And, Or
 
 COUNTS_FROM_PADDING = "create_position_ids_from_input_ids"  # a method of RoBERTa's embeddings
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -40,7 +40,7 @@ ADVICE = MappingProxyType(
 )
 
 
-def refused_keyword(module: nn.Module, mask: Mask, given: Mapping[str, Any]) -> str | None:
+def refused_keyword(module: nn.Module, mask: tw.masks.Mask, given: Mapping[str, Any]) -> str | None:
     """Why a layer cannot be run as it asks; None if it can.
 
     Args:
@@ -53,7 +53,7 @@ def refused_keyword(module: nn.Module, mask: Mask, given: Mapping[str, Any]) -> 
                 continue
             case "sliding_window", width if _is_window(found, width):
                 continue
-            case "is_causal", causal if causal in (None, Causal() in found):
+            case "is_causal", causal if causal in (None, tw.Causal() in found):
                 continue
             case "cu_seq_lens_k", k if _same(k, given.get("cu_seq_lens_q")):
                 continue
@@ -64,10 +64,10 @@ def refused_keyword(module: nn.Module, mask: Mask, given: Mapping[str, Any]) -> 
     return None
 
 
-def _is_window(found: set[Mask], width: int) -> bool:
+def _is_window(found: set[tw.masks.Mask], width: int) -> bool:
     """Return whether the mask has a window that models call by this width."""
     wanted = ((width - 1, None), (width, width), (width - 1, width - 1))
-    return width > 0 and not found.isdisjoint(Window(*sides) for sides in wanted)
+    return width > 0 and not found.isdisjoint(tw.Window(*sides) for sides in wanted)
 
 
 def _not_honoured(name: str, value: Any) -> str:
@@ -141,10 +141,10 @@ def _shown(value: Any) -> str:
 
 
 MODULE = "transformers.masking_utils"
-NOTHING = Slices(())  # Qwen2-MoE makes a mask of a window of 0 tokens, for no layer
+NOTHING = tw.Slices(())  # Qwen2-MoE makes a mask of a window of 0 tokens, for no layer
 
 
-def read_mask(function: Callable[..., Any], cu_seqlens: Sequence[int] = ()) -> Mask:
+def read_mask(function: Callable[..., Any], cu_seqlens: Sequence[int] = ()) -> tw.masks.Mask:
     """The mask that a mask function of transformers stands for, documents aside.
 
     Args:
@@ -159,35 +159,35 @@ def read_mask(function: Callable[..., Any], cu_seqlens: Sequence[int] = ()) -> M
     inner = inspect.getclosurevars(function).nonlocals
     match name:
         case "causal_mask_function":
-            return Causal()
+            return tw.Causal()
         case "bidirectional_mask_function" | "packed_sequence_mask_function":
-            return Full()
+            return tw.Full()
         case "sliding_window_overlay":
             window = inner["sliding_window"]
-            return Window(window - 1, None) if window > 0 else NOTHING
+            return tw.Window(window - 1, None) if window > 0 else NOTHING
         case "chunked_overlay" if cu_seqlens:
             spans = pairwise(cu_seqlens)
             starts = (at for span in spans for at in range(*span, inner["chunk_size"]))
-            return Document((*starts, cu_seqlens[-1]))
+            return tw.Document((*starts, cu_seqlens[-1]))
         case "blockwise_overlay" if cu_seqlens:
             return _blocks(inner["block_sequence_ids"], cu_seqlens[-1])
         case "sliding_window_bidirectional_overlay":
-            return Window(inner["sliding_window"], inner["sliding_window"])
+            return tw.Window(inner["sliding_window"], inner["sliding_window"])
         case "remap_positions_for_packed_sequence":
             # Within a document a distance is the same by either count of positions. Blocks are not
             # remapped: transformers looks those of later documents up in the first one.
             return read_mask(inner["mask_function"], cu_seqlens)
         case "and_masks":
             read = (read_mask(f, cu_seqlens) for f in inner["mask_functions"])
-            masks = [mask for mask in read if mask != Full()]
-            return reduce(and_, masks) if masks else Full()
+            masks = [mask for mask in read if mask != tw.Full()]
+            return reduce(and_, masks) if masks else tw.Full()
         case "or_masks":
             read = (read_mask(f, cu_seqlens) for f in inner["mask_functions"])
             return reduce(or_, [mask for mask in read if mask != NOTHING])
     raise ValueError(_refusal(name))
 
 
-def _blocks(numbers: Tensor, num_tokens: int) -> Mask:
+def _blocks(numbers: Tensor, num_tokens: int) -> tw.masks.Mask:
     """Tokens of one number see each other, those of a number below 0 do not.
 
     Args:
@@ -209,7 +209,7 @@ def _blocks(numbers: Tensor, num_tokens: int) -> Mask:
     for number, run in zip(found.tolist(), pairwise([0, *counts.cumsum(0).tolist()]), strict=True):
         runs.setdefault(number, []).append(run)
     same = (block for number, block in runs.items() if number >= 0)
-    return Slices((q, k, "full") for block in same for q in block for k in block)
+    return tw.Slices((q, k, "full") for block in same for q in block for k in block)
 
 
 def packs(function: Callable[..., Any]) -> bool:
@@ -222,7 +222,7 @@ def packs(function: Callable[..., Any]) -> bool:
     return any(map(packs, inner.get("mask_functions", ())))
 
 
-def parts(mask: Mask, joined: type[And] = And) -> Iterator[Mask]:
+def parts(mask: tw.masks.Mask, joined: type[And] = And) -> Iterator[tw.masks.Mask]:
     """The masks that all must allow a pair; joined=Or: those of which one must, too."""
     if isinstance(mask, And) and (joined is Or or not isinstance(mask, Or)):
         yield from parts(mask.a, joined)
@@ -231,9 +231,9 @@ def parts(mask: Mask, joined: type[And] = And) -> Iterator[Mask]:
         yield mask
 
 
-def documents_of(mask: Mask) -> tuple[int, ...] | None:
+def documents_of(mask: tw.masks.Mask) -> tuple[int, ...] | None:
     """cu_seqlens of a mask that keeps documents apart, or None."""
-    found = [part.cu_seqlens for part in parts(mask) if isinstance(part, Document)]
+    found = [part.cu_seqlens for part in parts(mask) if isinstance(part, tw.Document)]
     return found[0] if found else None
 
 

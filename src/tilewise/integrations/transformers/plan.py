@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+import tilewise as tw
 from tilewise.arguments import dtype_name
-from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.transformers.attention import LayerMask
 from tilewise.integrations.transformers.states import (
     kernels_replaced,
@@ -29,12 +29,9 @@ from tilewise.integrations.transformers.states import (
     state_layers,
     wire,
 )
-from tilewise.masks.base import Causal
 from tilewise.planning.hybrid import CHOICES, HybridWork, StateLayer, promising_hybrid
 from tilewise.planning.model_attention import HEAD_FIELDS, heads_of
-from tilewise.simulation.machine import Machine
 from tilewise.transport.resolve import LocalTransport
-from tilewise.workload import Workload
 
 VARIABLE = inspect.Parameter.VAR_KEYWORD
 NUM_TOKENS = 8  # of the calls that measure layers
@@ -155,7 +152,7 @@ def _layers(kind: _Kind) -> tuple[int, tuple[StateLayer, ...]]:
 def _measured(layer: Any, hidden_size: int, dtype: torch.dtype) -> StateLayer:
     """A layer by what it sends."""
     notes = _Notes()
-    mask = LayerMask(cast(ContextParallel, notes), Causal(), packs=True)
+    mask = LayerMask(cast(tw.ContextParallel, notes), tw.Causal(), packs=True)
     mask.cu_seqlens = (0, 2 * NUM_TOKENS)
     parameters = list(inspect.signature(type(layer).forward).parameters.values())[2:]
     given: dict[str, Any] = {}
@@ -188,13 +185,13 @@ def measured_work(base: Any, num_tokens: int) -> HybridWork:
     if num_attention:
         sizes = heads_of({name: getattr(text, name, None) for name in HEAD_FIELDS})
     num_heads, num_kv_heads, head_dim, v_head_dim = sizes
-    attention = Workload(
+    attention = tw.Workload(
         num_tokens,
         num_heads,
         num_kv_heads,
         head_dim,
         dtype_name(dtype),
-        mask=Causal(),
+        mask=tw.Causal(),
         v_head_dim=v_head_dim,
     )
     return HybridWork(attention, num_attention, states)
@@ -222,14 +219,14 @@ def work_to_plan(base: Any, rank: int) -> HybridWork | None:
         return None
 
 
-def may_choose(cp: ContextParallel) -> bool:
+def may_choose(cp: tw.ContextParallel) -> bool:
     """Return whether a planner may choose a cp's layouts: nobody has named them or a plan."""
-    planned = cp.strategy == "auto" and cp.reduction == "fast" and cp.mask == Causal()
+    planned = cp.strategy == "auto" and cp.reduction == "fast" and cp.mask == tw.Causal()
     return planned and cp.world_size > 1 and cp.layouts_are_open
 
 
 def choose_layouts(
-    cp: ContextParallel, work: HybridWork, name: str, device: str, num_tokens: int | None = None
+    cp: tw.ContextParallel, work: HybridWork, name: str, device: str, num_tokens: int | None = None
 ) -> None:
     """Take the planner's layouts for a hybrid model. Rank 0 logs which, and why.
 
@@ -238,7 +235,7 @@ def choose_layouts(
         device: type of the device that it runs on.
         num_tokens: that are planned for; None: cp's own.
     """
-    machine = cp.machine or Machine.preset("h100x8" if device == "cuda" else "cpu-gloo")
+    machine = cp.machine or tw.Machine.preset("h100x8" if device == "cuda" else "cpu-gloo")
     length = cp.num_tokens if num_tokens is None else num_tokens
     work = replace(work, attention=replace(work.attention, num_tokens=length))
     choice = promising_hybrid(work, machine, cp.world_size)

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilewise.context_parallel import ContextParallel
+import tilewise as tw
 from tilewise.transport.agreement import agree, agree_on_largest
-from tilewise.transport.resolve import transport_for
 
 FLAT_IMAGES = (
     "the text model gets other inputs than the embeddings of input_ids, or positions that were "
@@ -44,7 +43,7 @@ class RopeLengths:
         name: under which the ContextParallel is registered with transformers.
     """
 
-    def __init__(self, cp: ContextParallel, name: str = ""):
+    def __init__(self, cp: tw.ContextParallel, name: str = ""):
         self.cp, self.name, self.agreed = cp, name, False
 
     def splits(self, config: Any) -> bool:
@@ -71,7 +70,9 @@ class RopeLengths:
 
     def largest(self, position: int) -> int:
         self.agreed = True
-        return agree_on_largest(transport_for(self.cp.group), "largest position", position)
+        return agree_on_largest(
+            tw.transport.transport_for(self.cp.group), "largest position", position
+        )
 
     def refused(self, config: Any, position_ids: Tensor | None) -> str | None:
         """Return whether RoPE has other frequencies on this rank than on another, and what helps.
@@ -83,7 +84,9 @@ class RopeLengths:
         if position_ids is None:
             position_ids = self.cp.position_ids
         own = int(position_ids.max()) if position_ids.numel() else 0
-        largest = agree_on_largest(transport_for(self.cp.group), "largest position", own)
+        largest = agree_on_largest(
+            tw.transport.transport_for(self.cp.group), "largest position", own
+        )
         if _regime(config, own + 1) == _regime(config, largest + 1):
             return None
         return (
@@ -173,7 +176,7 @@ def _refuse_flat_images(text: Any, _: Any, given: dict[str, Any]) -> None:
         return
     foreign = embeds is not None and embeds is not images.embedded
     if foreign or (ids is not None and ids.ndim == 3):
-        agree(transport_for(images.lengths.cp.group), None, FLAT_IMAGES)
+        agree(tw.transport.transport_for(images.lengths.cp.group), None, FLAT_IMAGES)
 
 
 def _with_last(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:

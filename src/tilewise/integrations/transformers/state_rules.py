@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilewise.context_parallel import ContextParallel
+import tilewise as tw
 from tilewise.tokens.conv import ACTIVATIONS
 
 CuSeqlens = tuple[int, ...]
@@ -30,7 +30,7 @@ class LocalPiece(NamedTuple):
     is_first: bool
 
 
-def local_pieces(cp: ContextParallel, cu_seqlens: CuSeqlens) -> list[LocalPiece]:
+def local_pieces(cp: tw.ContextParallel, cu_seqlens: CuSeqlens) -> list[LocalPiece]:
     """This rank's pieces, in the order of its rows."""
     pieces, begin = list[LocalPiece](), 0
     for start, stop in cp.pieces(cu_seqlens):
@@ -56,7 +56,7 @@ class PieceScan(NamedTuple):
 
 
 def convolution(  # noqa: PLR0913 - the arguments of causal_conv1d_fn, and the split
-    cp: ContextParallel,
+    cp: tw.ContextParallel,
     cu_seqlens: CuSeqlens,
     x: Tensor,
     weight: Tensor,
@@ -80,7 +80,7 @@ def convolution(  # noqa: PLR0913 - the arguments of causal_conv1d_fn, and the s
 
 
 def delta_rule(  # noqa: PLR0913 - what a delta rule reads, and the split
-    cp: ContextParallel,
+    cp: tw.ContextParallel,
     cu_seqlens: CuSeqlens,
     rule: Rule,
     /,
@@ -138,7 +138,7 @@ def delta_rule(  # noqa: PLR0913 - what a delta rule reads, and the split
 
 
 def state_space(  # noqa: PLR0913 - the arguments of the scan, and the split
-    cp: ContextParallel,
+    cp: tw.ContextParallel,
     cu_seqlens: CuSeqlens,
     scan: Rule,
     /,
@@ -193,7 +193,7 @@ def state_space(  # noqa: PLR0913 - the arguments of the scan, and the split
 
 
 def selective_scan(  # noqa: PLR0913 - the arguments of the scan, and the split
-    cp: ContextParallel,
+    cp: tw.ContextParallel,
     cu_seqlens: CuSeqlens,
     scan: Rule,
     /,
@@ -270,7 +270,7 @@ def selective_scan(  # noqa: PLR0913 - the arguments of the scan, and the split
 
 
 def recurrence(
-    cp: ContextParallel,
+    cp: tw.ContextParallel,
     cu_seqlens: CuSeqlens,
     scan: Rule,
     x: Tensor,
@@ -299,7 +299,7 @@ def recurrence(
 
 
 def lightning(  # noqa: PLR0913 - what the layer has, and the split
-    cp: ContextParallel,
+    cp: tw.ContextParallel,
     cu_seqlens: CuSeqlens,
     out: Tensor,
     q: Tensor,
@@ -348,7 +348,7 @@ def _reading(read: Tensor | None, equation: str) -> Callable[[Tensor], Tensor] |
 
 
 def _joined(
-    cp: ContextParallel,
+    cp: tw.ContextParallel,
     cu_seqlens: CuSeqlens,
     scans: Sequence[PieceScan],
     *,
@@ -376,7 +376,7 @@ def _joined(
 
 def _padding(
     out: Tensor,
-    cp: ContextParallel,
+    cp: tw.ContextParallel,
     cu_seqlens: CuSeqlens,
     dtype: torch.dtype,
     state_shape: tuple[int, ...],

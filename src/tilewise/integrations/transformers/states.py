@@ -24,14 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tilewise.context_parallel import ContextParallel
+import tilewise as tw
 from tilewise.integrations.transformers import state_rules
 from tilewise.integrations.transformers.attention import LayerMask, refuse, refused_rows
 from tilewise.integrations.transformers.masks import PADDED, documents_of
-from tilewise.masks.base import Causal
-from tilewise.masks.tables import Slices
 from tilewise.transport.agreement import settled
-from tilewise.transport.resolve import transport_for
 
 MAKES_MASK = "create_recurrent_attention_mask"
 ANY_MASK = re.compile(r"create_\w+_mask$")
@@ -42,7 +39,7 @@ RECURRENCE, LIGHTNING = "_rnn_scan", "get_slope_rate"
 class SplitTokens(NamedTuple):
     """The split of a layer's tokens: over which ranks, and boundaries of their documents."""
 
-    cp: ContextParallel
+    cp: tw.ContextParallel
     cu_seqlens: tuple[int, ...]
 
 
@@ -69,7 +66,7 @@ _state = _State()
 
 
 def _convolution(
-    cp: ContextParallel,
+    cp: tw.ContextParallel,
     cu_seqlens: tuple[int, ...],
     _: Any,
     /,
@@ -89,7 +86,7 @@ def _declined(*_: Any) -> None:
 
 
 def _refused(name: str) -> Callable[..., Any]:
-    def refuse_step(cp: ContextParallel, *_: Any) -> None:
+    def refuse_step(cp: tw.ContextParallel, *_: Any) -> None:
         refuse(cp, f"{name} runs one token from a cache; a split model runs without one")
 
     return refuse_step
@@ -151,10 +148,10 @@ class StateLayers:
 
     def __init__(self, config: Any, mask_modules: tuple[str, ...], *, hands_mask: bool) -> None:
         self.config, self.mask_modules, self.hands_mask = config, mask_modules, hands_mask
-        self.split_by: tuple[ContextParallel, str] | None = None
+        self.split_by: tuple[tw.ContextParallel, str] | None = None
 
     @property
-    def splits_all(self) -> ContextParallel | None:
+    def splits_all(self) -> tw.ContextParallel | None:
         """The ContextParallel over which every call runs, until the model is made whole again."""
         if self.split_by is None or self.config._attn_implementation != self.split_by[1]:
             return None
@@ -226,7 +223,7 @@ def without_kernels(model: nn.Module) -> Iterator[None]:
         _state.torch_code = before
 
 
-def split_all_calls(model: Any, base: Any, cp: ContextParallel, name: str) -> None:
+def split_all_calls(model: Any, base: Any, cp: tw.ContextParallel, name: str) -> None:
     """Make each call of a model run its layers with a state over cp, as its attention.
 
     Args:
@@ -257,10 +254,10 @@ def documents_of_call(config: Any) -> tuple[int, ...] | None:
 
 @contextmanager
 def split_call(
-    states: StateLayers, cp: ContextParallel, cu_seqlens: tuple[int, ...]
+    states: StateLayers, cp: tw.ContextParallel, cu_seqlens: tuple[int, ...]
 ) -> Iterator[LayerMask]:
     """A split call of a model: layers get its documents, by its padding mask."""
-    mask, outer = LayerMask(cp, Causal(), packs=True), _state.model
+    mask, outer = LayerMask(cp, tw.Causal(), packs=True), _state.model
     mask.cu_seqlens = cu_seqlens
     _state.model = mask, states.config
     try:
@@ -467,7 +464,7 @@ def _recurrence(
                     "hf.shard returns"
                 )
 
-    settled(transport_for(split.cp.group), check)
+    settled(tw.transport.transport_for(split.cp.group), check)
 
     def piece(x: Tensor, gate: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
         zeros = x.new_zeros((len(x), x.shape[2]), dtype=torch.float32)
@@ -494,7 +491,7 @@ def _before_model(model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> A
     return ((), named | {"attention_mask": mask}) if states.hands_mask else None
 
 
-def _documents(cp: ContextParallel, given: Mapping[str, Any]) -> tuple[int, ...]:
+def _documents(cp: tw.ContextParallel, given: Mapping[str, Any]) -> tuple[int, ...]:
     """cu_seqlens of a call, settled by all ranks.
 
     Raises:
@@ -510,14 +507,14 @@ def _documents(cp: ContextParallel, given: Mapping[str, Any]) -> tuple[int, ...]
     error = refused_rows(cp, tokens.shape[1], tokens.shape[1] + seen, seen)
     if error is None and isinstance(attention_mask, Tensor) and not bool(attention_mask.all()):
         error = PADDED
-    if error is None and isinstance(cp.mask, Slices):
+    if error is None and isinstance(cp.mask, tw.Slices):
         error = (
             f"cp.mask is {cp.mask!r}, by which a token may have several next ones, but a state has "
             "one; use a mask with documents"
         )
     if error:
         refuse(cp, error)
-    whole = LayerMask(cp, Causal(), packs=True).whole(len(tokens), given)
+    whole = LayerMask(cp, tw.Causal(), packs=True).whole(len(tokens), given)
     if isinstance(whole, list):
         row = next(row for row, mask in enumerate(whole) if mask != whole[0])
         refuse(

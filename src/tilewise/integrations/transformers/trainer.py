@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewise.context_parallel import ContextParallel
+import tilewise as tw
 
 
 def arguments(
-    cp: ContextParallel, model: nn.Module, args: Any, datasets: Mapping[str, Any]
+    cp: tw.ContextParallel, model: nn.Module, args: Any, datasets: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Keyword arguments of a Trainer: model, args, data_collator and the datasets that are given.
 

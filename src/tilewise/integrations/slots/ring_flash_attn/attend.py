@@ -11,21 +11,14 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
+import tilewise as tw
 from tilewise.arguments import of_kind, require_type, whole_number
-from tilewise.functional import attention
 from tilewise.integrations.seeds import agreed_seed
-from tilewise.kernels.bias import Alibi, alibi
-from tilewise.layouts.documents import zigzag_documents
-from tilewise.layouts.layout import Layout, Run, contiguous
-from tilewise.masks.base import Causal, Document, Full, Mask, Window, as_ints
-from tilewise.plan.ir import Plan
-from tilewise.strategies.all_gather import all_gather
-from tilewise.strategies.ring import ring
+from tilewise.kernels.bias import Alibi
+from tilewise.masks.base import as_ints
 from tilewise.tokens.moves import gather_moves
 from tilewise.tokens.rows import move_rows
 from tilewise.transport.agreement import settled
-from tilewise.transport.protocol import Transport
-from tilewise.transport.resolve import Group, transport_for
 
 Edges = tuple[int, ...]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -42,7 +35,7 @@ class Options(NamedTuple):
     alibi_slopes: Tensor | None
     deterministic: bool
     return_attn_probs: bool
-    group: Group
+    group: tw.transport.Group
     softcap: float | None = None
     sink: Tensor | None = None
 
@@ -54,7 +47,7 @@ class TokenSplit(NamedTuple):
         documents: boundaries of packed sequences in the whole one; None: it is one sequence.
     """
 
-    layout: Layout
+    layout: tw.Layout
     documents: Edges | None = None
 
 
@@ -89,17 +82,17 @@ def attend(
     qkv: tuple[Tensor, Tensor, Tensor],
     split: Callable[[Tensor, int], TokenSplit],
     options: Options,
-    strategy: Callable[[int], Plan] = ring,
+    strategy: Callable[[int], tw.Plan] = tw.ring,
 ) -> Result:
     """Attention of this rank's rows, in ring-flash-attn's form.
 
     Args:
         split: from q (or k, where it has other rows) and the number of ranks to the tokens of all.
     """
-    transport, (q, k, v) = transport_for(options.group), qkv
+    transport, (q, k, v) = tw.transport.transport_for(options.group), qkv
     n = transport.world_size
 
-    def checked() -> tuple[TokenSplit, TokenSplit, Mask, Alibi | None]:
+    def checked() -> tuple[TokenSplit, TokenSplit, tw.masks.Mask, Alibi | None]:
         _check_kinds(qkv, options)
         if options.deterministic:
             raise ValueError(
@@ -110,7 +103,7 @@ def attend(
         tokens = split(q, n)
         keys = tokens if k.shape[-3] == q.shape[-3] else split(k, n)
         mask = _mask(tokens.documents, options.causal, *options.window_size)
-        if keys is not tokens and mask != Full():
+        if keys is not tokens and mask != tw.Full():
             raise ValueError(
                 f"k has {k.shape[-3]} rows, but q has {q.shape[-3]}: of keys of another length all "
                 "are seen; pass causal=False and window_size=(-1, -1)"
@@ -122,11 +115,11 @@ def attend(
                     "alibi_slopes of ring-flash-attn is not supported for packed sequences, nor "
                     "for keys of another length than queries; pass None"
                 )
-            bias = alibi(options.alibi_slopes)
+            bias = tw.alibi(options.alibi_slopes)
         return tokens, keys, mask, bias
 
     tokens, keys, mask, bias = settled(transport, checked)
-    out, lse = attention(
+    out, lse = tw.attention(
         q,
         k,
         v,
@@ -159,7 +152,7 @@ def attend_in_a_row(
         heads_k_stride: of all KV heads or more: they are gathered at once. Fewer are to save
             memory: keys and values go round a ring, of which a rank holds two shards.
     """
-    transport, (q, k, _) = transport_for(options.group), qkv
+    transport, (q, k, _) = tw.transport.transport_for(options.group), qkv
     settled(transport, lambda: _check_kinds(qkv, options))
     documents = _documents_of(slices, q, options.causal, transport)
 
@@ -170,7 +163,7 @@ def attend_in_a_row(
             )
         return heads_k_stride
 
-    strategy = all_gather if settled(transport, stride) == k.shape[-2] else ring
+    strategy = tw.all_gather if settled(transport, stride) == k.shape[-2] else tw.ring
     return attend(qkv, lambda x, n: TokenSplit(in_parts(x, n, 3), documents), options, strategy)
 
 
@@ -193,8 +186,8 @@ def unpacked(name: str, x: Any, num_parts: int) -> Sequence[Any]:
 
 
 def in_parts(
-    x: Tensor, n: int, ndim: int, layout: Callable[[int, int], Layout] = contiguous
-) -> Layout:
+    x: Tensor, n: int, ndim: int, layout: Callable[[int, int], tw.Layout] = tw.contiguous
+) -> tw.Layout:
     """The layout of whole sequences of which this rank has x's rows, as each of n ranks has."""
     if x.ndim != ndim:
         batch = "batch, " * (ndim > 3)
@@ -210,7 +203,7 @@ def spread_documents(cu_seqlens: Tensor, x: Tensor, n: int, *, halves: bool) -> 
         halves: each rank has two parts of each, one from either end; else one.
     """
     in_parts(x, n, 3)
-    edges = Document(cu_seqlens).cu_seqlens
+    edges = tw.Document(cu_seqlens).cu_seqlens
     if edges[-1] != len(x):
         raise ValueError(
             f"cu_seqlens ends at {edges[-1]}, but there are {len(x)} rows; pass the boundaries of "
@@ -252,7 +245,9 @@ def slices_of(edges: Edges, causal: bool, rank: int, n: int) -> tuple[Edges, Edg
     return queries, (0, *(edge - start for edge in inner), last - start), slice(start, last)
 
 
-def _documents_of(slices: RankSlices, q: Tensor, causal: bool, transport: Transport) -> Edges:
+def _documents_of(
+    slices: RankSlices, q: Tensor, causal: bool, transport: tw.transport.Transport
+) -> Edges:
     """Boundaries of the whole row: noted on cu_seqlens_q, or asked of all ranks."""
     row = getattr(slices.cu_seqlens_q, "tilewise_row", None)
     if isinstance(row, PackedRow) and row.version == slices.cu_seqlens_q._version:
@@ -265,7 +260,7 @@ def _documents_of(slices: RankSlices, q: Tensor, causal: bool, transport: Transp
     n, rank = transport.world_size, transport.rank
 
     def starts() -> Tensor:
-        edges = Document(slices.cu_seqlens_q).cu_seqlens
+        edges = tw.Document(slices.cu_seqlens_q).cu_seqlens
         if q.ndim != 3 or edges[-1] != len(q):
             raise ValueError(f"cu_seqlens_q ends at {edges[-1]}, but q is {list(q.shape)}")
         marks = q.new_zeros(len(q), dtype=torch.int64)
@@ -274,7 +269,7 @@ def _documents_of(slices: RankSlices, q: Tensor, causal: bool, transport: Transp
         return marks
 
     marks = settled(transport, starts)
-    moves = gather_moves(_layout(contiguous, len(q) * n, n), None)
+    moves = gather_moves(_layout(tw.contiguous, len(q) * n, n), None)
     documents = (*move_rows(marks, moves, transport).nonzero().flatten().tolist(), len(q) * n)
 
     def check() -> None:
@@ -295,37 +290,37 @@ def _raise(message: str) -> None:
 
 
 @lru_cache(maxsize=64)
-def _plan(strategy: Callable[[int], Plan], n: int) -> Plan:
+def _plan(strategy: Callable[[int], tw.Plan], n: int) -> tw.Plan:
     """The plan, the same object in every call: what is derived from it is kept with it."""
     return strategy(n)
 
 
 @lru_cache(maxsize=256)
-def _layout(layout: Callable[[int, int], Layout], num_tokens: int, n: int) -> Layout:
+def _layout(layout: Callable[[int, int], tw.Layout], num_tokens: int, n: int) -> tw.Layout:
     return layout(num_tokens, n)
 
 
 @lru_cache(maxsize=256)
-def _spread(edges: Edges, n: int, halves: bool) -> Layout:
+def _spread(edges: Edges, n: int, halves: bool) -> tw.Layout:
     if halves:
-        return zigzag_documents([n * edge for edge in edges], n)
+        return tw.zigzag_documents([n * edge for edge in edges], n)
     parts = [*pairwise(edges)]
     runs = [
-        [Run(n * start + rank * (stop - start), stop - start) for start, stop in parts]
+        [tw.layouts.Run(n * start + rank * (stop - start), stop - start) for start, stop in parts]
         for rank in range(n)
     ]
-    return Layout(n * edges[-1], runs, "ring_documents")
+    return tw.Layout(n * edges[-1], runs, "ring_documents")
 
 
 @lru_cache(maxsize=256)
-def _mask(documents: Edges | None, causal: bool, left: int, right: int) -> Mask:
-    masks: list[Mask] = [Causal()] if causal else []
+def _mask(documents: Edges | None, causal: bool, left: int, right: int) -> tw.masks.Mask:
+    masks: list[tw.masks.Mask] = [tw.Causal()] if causal else []
     if left >= 0 or (right >= 0 and not causal):
         before, after = (None if x < 0 else x for x in (left, right))
-        masks.append(Window(before, None if causal else after))
+        masks.append(tw.Window(before, None if causal else after))
     if documents is not None and len(documents) > 2:
-        masks.append(Document(documents))
-    mask = masks.pop() if masks else Full()
+        masks.append(tw.Document(documents))
+    mask = masks.pop() if masks else tw.Full()
     for other in masks:
         mask = other & mask
     return mask

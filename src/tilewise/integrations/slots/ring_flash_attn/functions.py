@@ -36,6 +36,7 @@ from typing import Any
 
 from torch import Tensor
 
+import tilewise as tw
 from tilewise.arguments import checks_arguments, require_range
 from tilewise.integrations.slots.ring_flash_attn.attend import (
     Options,
@@ -52,18 +53,15 @@ from tilewise.integrations.slots.ring_flash_attn.attend import (
     spread_documents,
     unpacked,
 )
-from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
-from tilewise.masks.base import Document
-from tilewise.transport.resolve import Group
 
 WindowSize = tuple[int, int]
 Function = Callable[..., Result]
 
 
-def _of_batches(name: str, layout: Callable[[int, int], Layout]) -> Function:
+def _of_batches(name: str, layout: Callable[[int, int], tw.Layout]) -> Function:
     def split(x: Tensor, n: int) -> TokenSplit:
         tokens = TokenSplit(in_parts(x, n, 4, layout))
-        if layout is zigzag:
+        if layout is tw.zigzag:
             check_halves(x.shape[1], "of each sequence")
         return tokens
 
@@ -78,7 +76,7 @@ def _of_batches(name: str, layout: Callable[[int, int], Layout]) -> Function:
         alibi_slopes: Tensor | None = None,
         deterministic: bool = False,
         return_attn_probs: bool = False,
-        group: Group = None,
+        group: tw.transport.Group = None,
     ) -> Result:
         scores = dropout_p, softmax_scale, causal, window_size, alibi_slopes
         options = Options(*scores, deterministic, return_attn_probs, group)
@@ -101,7 +99,7 @@ def _of_documents(name: str, *, halves: bool) -> Function:
         alibi_slopes: Tensor | None = None,
         deterministic: bool = False,
         return_attn_probs: bool = False,
-        group: Group = None,
+        group: tw.transport.Group = None,
     ) -> Result:
         scores = dropout_p, softmax_scale, causal, window_size, alibi_slopes
         options = Options(*scores, deterministic, return_attn_probs, group)
@@ -131,7 +129,7 @@ def llama3_flash_attn_varlen_func(  # noqa: PLR0913 - theirs
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    group: Group = None,
+    group: tw.transport.Group = None,
 ) -> Result:
     """Attention of one row of packed sequences, in n neighbouring parts.
 
@@ -160,7 +158,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
         ValueError: unless world_size divides the number of tokens, and rank is one of them.
     """
     require_range("rank", rank, 0, world_size - 1)
-    edges = Document(cu_seqlens).cu_seqlens
+    edges = tw.Document(cu_seqlens).cu_seqlens
     queries, keys, local_k_slice = slices_of(edges, causal, rank, world_size)
     cu_seqlens_q, cu_seqlens_k = cu_seqlens.new_tensor(queries), cu_seqlens.new_tensor(keys)
     row = PackedRow(edges, causal, cu_seqlens_q._version)
@@ -199,9 +197,9 @@ def _named(function: Function, name: str, text: str) -> Function:
     return function
 
 
-ring_flash_attn_func = _of_batches("ring_flash_attn_func", contiguous)
-zigzag_ring_flash_attn_func = _of_batches("zigzag_ring_flash_attn_func", zigzag)
-stripe_flash_attn_func = _of_batches("stripe_flash_attn_func", striped)
+ring_flash_attn_func = _of_batches("ring_flash_attn_func", tw.contiguous)
+zigzag_ring_flash_attn_func = _of_batches("zigzag_ring_flash_attn_func", tw.zigzag)
+stripe_flash_attn_func = _of_batches("stripe_flash_attn_func", tw.striped)
 ring_flash_attn_varlen_func = _of_documents("ring_flash_attn_varlen_func", halves=False)
 zigzag_ring_flash_attn_varlen_func = _of_documents(
     "zigzag_ring_flash_attn_varlen_func", halves=True

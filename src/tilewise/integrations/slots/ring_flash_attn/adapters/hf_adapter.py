@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+import tilewise as tw
 from tilewise.integrations.slots.ring_flash_attn.attend import Options, RankSlices, attend_in_a_row
 from tilewise.integrations.slots.ring_flash_attn.functions import (
     llama3_flash_attn_prepare_cu_seqlens,
 )
 from tilewise.transport.agreement import settled
-from tilewise.transport.resolve import transport_for
 
 NAME, FORWARD = "flash_attention_2", "_flash_attention_forward"
 
@@ -59,7 +59,7 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: ProcessGrou
     Raises:
         ValueError: the same on every rank, unless the number of ranks divides that of tokens.
     """
-    transport = transport_for(process_group)
+    transport = tw.transport.transport_for(process_group)
     given = True, transport.rank, transport.world_size
     prepared = settled(transport, lambda: llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, *given))
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice"
@@ -142,7 +142,7 @@ def create_ring_flash_attention_forward(
             sliding_window: keys that a query sees, itself one of them.
             kwargs: s_aux, a sink a head; packed sequences come from DATA_PARAMS.
         """
-        transport = transport_for(process_group)
+        transport = tw.transport.transport_for(process_group)
         q, k, v = query_states, key_states, value_states
         settled(transport, lambda: _check(q, attention_mask, is_causal, kwargs))
         window = -1 if sliding_window is None else sliding_window - 1
