@@ -1,7 +1,9 @@
 """The names of the package: functions and classes, modules beside them, and the old names."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -18,6 +20,19 @@ def test_the_listed_names_are_functions_and_classes():
     assert all(callable(getattr(tw, name)) for name in tw.__all__)
     assert {*tw.__all__, *MODULES} <= {*dir(tw)}
     assert all(isinstance(getattr(tw, name), ModuleType) for name in MODULES)
+
+
+def test_type_checkers_see_the_names_that_are_found_later():
+    tree = ast.parse(Path(tw.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and len(node.body) > 2)
+    seen = {
+        (alias.name, node.module)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == {*lazy.LATER} and dict(seen).keys() <= {*tw.__all__}
+    assert all(getattr(tw, name).__module__ == module for name, module in seen)
 
 
 def test_methods_of_plan_are_the_functions():
