@@ -17,7 +17,7 @@ import numpy as np
 import tilewise as tw
 from tilewise.layouts.balanced import layout_of
 from tilewise.masks.components import row_areas
-from tilewise.tools.mask_report.figures import moved
+from tilewise_tools.mask_report.figures import moved
 
 CHUNK = 128
 LAYOUTS = ("contiguous", "zigzag", "striped", "heaviest first", "balanced")

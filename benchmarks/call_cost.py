@@ -34,7 +34,7 @@ import tilewise as tw
 from benchmarks.bare_ulysses import bare_ulysses
 from benchmarks.peers import contenders
 from tilewise.layouts.layout import Layout
-from tilewise.tools.bench.case import BenchCase
+from tilewise_tools.bench.case import BenchCase
 
 WORLD, HEADS, HEAD_DIM, CALLS = 4, 8, 32, 20
 

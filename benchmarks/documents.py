@@ -22,7 +22,7 @@ import numpy as np
 from hypergraph import reference
 
 import tilewise as tw
-from tilewise.tools.mask_report.figures import Moved, moved
+from tilewise_tools.mask_report.figures import Moved, moved
 
 KEPT = Path(__file__).parents[1] / "tests" / "strategies" / "documents_reference.json"
 TOKENS, HEADS, HEAD_DIM = 8192, 64, 128  # tokens of a rank

@@ -27,7 +27,7 @@ import numpy as np
 
 import tilewise as tw
 from tilewise.masks.base import Mask
-from tilewise.tools.mask_report.figures import moved
+from tilewise_tools.mask_report.figures import moved
 
 RANKS, TOKENS, CAP = 64, 8192, 131072  # tokens of a rank; longest document
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

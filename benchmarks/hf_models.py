@@ -33,8 +33,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from benchmarks.peers import ringmaster_models
-from tilewise.integrations.hf_check import refusal
-from tilewise.integrations.hf_proof import is_masked
+from tilewise.integrations.transformers.check import refusal
+from tilewise.integrations.transformers.labels import is_masked
 
 PAGE = Path(__file__).parents[1] / "docs" / "integrations" / "huggingface_models.md"
 RIGHT, OWN_LOSS, REFUSED, UNKNOWN = "exact", "exact, own loss", "refused", "not known"

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.integrations import state_rules
-from tilewise.tools.bench.environment import environment, installed
-from tilewise.tools.lab import Lab
+from tilewise.integrations.transformers import state_rules
 from tilewise.transport.processes import gather_yields
+from tilewise_tools.bench.environment import environment, installed
+from tilewise_tools.lab import Lab
 
 ROWS = Path(__file__).parent / "results" / "hybrid_layers.jsonl"
 HEADS, DIM, CHUNK = 4, 32, 64  # widths of keys, values and states

@@ -17,7 +17,7 @@ from tilewise.kernels.protocol import Kernel, accumulator_dtype
 from tilewise.kernels.registry import PROVIDERS, Use, kernel_named, mask_kind
 from tilewise.masks.base import Mask
 from tilewise.tiles.cover import tile_calls
-from tilewise.tools.calibration.own_work import SharedClock
+from tilewise_tools.calibration.own_work import SharedClock
 
 
 class Size(NamedTuple):

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tilewise.tools.bench.results import FORMAT
+from tilewise_tools.bench.results import FORMAT
 
 Row = dict[str, Any]
 DISTRIBUTED = frozenset({"baseline", "masktype", "world_size", "wd", "mean_tflops"})

@@ -28,17 +28,17 @@ from tilewise.plan.payload import head_groups
 from tilewise.strategies import catalog
 from tilewise.strategies.mesh import mesh
 from tilewise.strategies.ring import ring
-from tilewise.tools.cli.mask import MaskOptions
-from tilewise.tools.cli.mask import mask as draw_mask
-from tilewise.tools.cli.options import AsJson, command_of, option
-from tilewise.tools.cli.output import (
+from tilewise_tools.cli.mask import MaskOptions
+from tilewise_tools.cli.mask import mask as draw_mask
+from tilewise_tools.cli.options import AsJson, command_of, option
+from tilewise_tools.cli.output import (
     counted,
     print_json,
     refusing_bad_input,
     table_console,
     table_of,
 )
-from tilewise.tools.mask_report.figures import (
+from tilewise_tools.mask_report.figures import (
     LAYOUTS,
     MaskCase,
     RankLoad,
@@ -49,7 +49,7 @@ from tilewise.tools.mask_report.figures import (
     report,
     total,
 )
-from tilewise.tools.mask_report.named import drawn
+from tilewise_tools.mask_report.named import drawn
 
 COMPARED = {name: LAYOUTS[name] for name in ("contiguous", "zigzag", "striped", "balanced")}
 FIXED = ("full", "causal", "sliding_window", "sliding_window_causal")  # the same with every seed

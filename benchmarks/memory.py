@@ -18,7 +18,7 @@ import tilewise as tw
 from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.simulator import simulate_pass
 from tilewise.strategies.mesh_schedules.greedy import least_held
-from tilewise.tools.doctor import require
+from tilewise_tools.doctor import require
 
 
 class Row(NamedTuple):

@@ -18,7 +18,7 @@ from documents import HEAD_DIM, HEADS, work_on
 from hypergraph import reference
 
 import tilewise as tw
-from tilewise.tools.mask_report.figures import Moved, moved
+from tilewise_tools.mask_report.figures import Moved, moved
 
 CHUNKS = 8  # of a rank, for the reference
 

@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 import tilewise as tw
 from tilewise.expressions import read_plan
-from tilewise.tools.calibration.measure import calibrate_here, fitted, last, trials
 from tilewise.transport.processes import gather_yields
+from tilewise_tools.calibration.measure import calibrate_here, fitted, last, trials
 
 APART = 1.15
 """Measured times that differ by more count when orders are compared."""

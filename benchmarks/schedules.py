@@ -37,7 +37,7 @@ from benchmarks.dynamic_scheduling import HEAD_DIM, HEADS, KV_HEADS, LINEAR, TOK
 from tilewise.batches.schedule import BatchStep
 from tilewise.integrations.data import pack
 from tilewise.layouts.layout import Run
-from tilewise.tools.mask_report.figures import moved
+from tilewise_tools.mask_report.figures import moved
 
 MACHINE = tw.Machine.preset("h100x8")
 PARAMETERS = 8e9 / 32

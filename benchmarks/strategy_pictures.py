@@ -14,10 +14,10 @@ from html import escape
 from pathlib import Path
 
 import tilewise as tw
-from tilewise.tools.mask_report.view import colours
-from tilewise.tools.report.drawing import colour
-from tilewise.tools.report.timeline import LANE_NAMES, LANES, OWN, timeline
-from tilewise.tools.report.words import in_words, quantity
+from tilewise_tools.mask_report.view import colours
+from tilewise_tools.report.drawing import colour
+from tilewise_tools.report.timeline import LANE_NAMES, LANES, OWN, timeline
+from tilewise_tools.report.words import in_words, quantity
 
 DOCUMENTS = tw.Causal() & tw.Document([0, 96, 128, 288, 320, 512])
 TOKENS = 512

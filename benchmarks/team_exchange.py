@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.tools.lab.lab import Lab
 from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Message, TeamMessages
+from tilewise_tools.lab.lab import Lab
 
 Way = Callable[[DistTransport, Tensor, Tensor, list[int]], None]
 

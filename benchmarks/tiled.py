@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 import tilewise as tw
-from tilewise.tools.doctor import require
-from tilewise.tools.mask_report.figures import moved
+from tilewise_tools.doctor import require
+from tilewise_tools.mask_report.figures import moved
 
 RANKS = (8, 16, 32, 48, 64, 96, 128, 256)
 HEADS = ((64, 64), (64, 16), (64, 8))  # query heads, KV heads: MHA, 32:8 as well, 64:8

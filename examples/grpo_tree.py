@@ -23,7 +23,7 @@ from rich.console import Console
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.tools import demo
+from tilewise_tools import demo
 
 try:
     from examples import train_lm

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from tilewise.integrations.accelerate import ParallelismConfig
-from tilewise.tools import demo
+from tilewise_tools import demo
 
 Examples = list[dict[str, list[int]]]
 CONFIG = LlamaConfig(

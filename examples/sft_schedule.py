@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 import tilewise as tw
 from tilewise.batches.schedule import BatchStep, StepStream
 from tilewise.integrations.data import ShardingCollator
-from tilewise.tools import demo
+from tilewise_tools import demo
 
 try:
     from examples import fsdp_cp, train_lm

@@ -34,8 +34,8 @@ from torch.nn import functional as F
 import tilewise as tw
 from tilewise import lengths
 from tilewise.expressions import read_plan
-from tilewise.tools import demo
-from tilewise.tools.doctor import require
+from tilewise_tools import demo
+from tilewise_tools.doctor import require
 
 PLAIN = tw.wire.Plain("bfloat16")
 WIRES = {

@@ -17,7 +17,7 @@ from benchmarks.gpu_parts import correctness, executor, kernels, scaling
 from benchmarks.gpu_parts.case import Row
 from benchmarks.gpu_parts.session import Session, about
 from tilewise.kernels.registry import PROVIDERS, kernel_named
-from tilewise.tools.doctor import examine
+from tilewise_tools.doctor import examine
 
 
 def environment(session: Session, options: Row) -> Row:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gpu_parts.case import Row
-from tilewise.tools.bench.environment import environment, installed
+from tilewise_tools.bench.environment import environment, installed
 
 Run = Callable[[], object]
 _SMI = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"

@@ -10,7 +10,7 @@ from benchmarks.peers.ringmaster import ALL_GATHER, P2P, ULYSSES, Ringmaster
 from benchmarks.peers.rings import Llama3, RingFlashAttn
 from benchmarks.peers.torch_cp import TorchContextParallel
 from benchmarks.peers.usp import Yunchang, YunchangUlysses
-from tilewise.tools.bench.contender import Contender
+from tilewise_tools.bench.contender import Contender
 
 
 def contenders() -> tuple[Contender, ...]:

@@ -14,8 +14,8 @@ import tilewise as tw
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import And, Mask
 from tilewise.simulation.machine import Machine
-from tilewise.tools.bench.case import BenchCase
-from tilewise.tools.bench.contender import Facts, Prediction
+from tilewise_tools.bench.case import BenchCase
+from tilewise_tools.bench.contender import Facts, Prediction
 
 
 class CannotRunError(ValueError):
@@ -37,7 +37,7 @@ class Words(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A peer that is ready for one case on one rank; see tilewise.tools.bench.contender.Running."""
+    """A peer that is ready for one case on one rank; see tilewise_tools.bench.contender.Running."""
 
     layout: Layout
     attention: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -54,7 +54,7 @@ class Prepared:
 
 
 class Adapter:
-    """Base of the contenders; see tilewise.tools.bench.contender.Contender."""
+    """Base of the contenders; see tilewise_tools.bench.contender.Contender."""
 
     library: str
 

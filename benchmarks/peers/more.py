@@ -20,7 +20,7 @@ from benchmarks.peers.adapter import (
     words,
 )
 from tilewise.layouts.layout import Layout
-from tilewise.tools.bench.case import BenchCase
+from tilewise_tools.bench.case import BenchCase
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import tilewise as tw
 from benchmarks.peers import contenders
 from benchmarks.peers.more import LucidRing, Ringmaster
-from tilewise.tools.bench.case import BenchCase, LabNetwork
+from tilewise_tools.bench.case import BenchCase, LabNetwork
 
 RANKS, NUM_TOKENS, HEADS, KV_HEADS, DIM = 4, 128, 4, 2, 16
 MASKS = {

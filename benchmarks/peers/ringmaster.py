@@ -28,7 +28,7 @@ from benchmarks.peers.adapter import (
 )
 from benchmarks.peers.usp import heads_split
 from tilewise.layouts.layout import Layout
-from tilewise.tools.bench.case import BenchCase
+from tilewise_tools.bench.case import BenchCase
 
 KERNEL = "tilewise_peers_flash"  # in transformers' table of attention functions
 ULYSSES, ALL_GATHER, P2P = "ulysses", "ring allgather", "ring p2p"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tilewise.integrations.hf_proof import tiny_model
+from tilewise_verify.hf_proof import tiny_model
 
 WORLD_SIZE, NUM_TOKENS = 2, 24
 EXACT, WRONG, REFUSED = "exact", "another result", "does not run"

@@ -24,7 +24,7 @@ from benchmarks.peers.adapter import (
     words,
 )
 from tilewise.layouts.layout import Layout
-from tilewise.tools.bench.case import BenchCase
+from tilewise_tools.bench.case import BenchCase
 
 SEQUENCE = 2  # its dimension in [batch, heads, tokens, head_dim]
 

@@ -27,7 +27,7 @@ from benchmarks.study.where import where
 from tilewise.arguments import of_kind
 from tilewise.masks.base import Causal, Full
 from tilewise.masks.lengths import Draw
-from tilewise.tools.cli.options import (
+from tilewise_tools.cli.options import (
     AsJson,
     WorkOptions,
     command_of,
@@ -35,7 +35,7 @@ from tilewise.tools.cli.options import (
     read_machine_option,
     workload_of,
 )
-from tilewise.tools.cli.output import (
+from tilewise_tools.cli.output import (
     check_writable,
     print_json,
     refusing_bad_input,
@@ -43,8 +43,8 @@ from tilewise.tools.cli.output import (
     table_of,
     write_output,
 )
-from tilewise.tools.doctor import require
-from tilewise.tools.report.page import written
+from tilewise_tools.doctor import require
+from tilewise_tools.report.page import written
 
 STUDIES = MappingProxyType(
     {

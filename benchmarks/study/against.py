@@ -6,7 +6,7 @@ from typing import NamedTuple
 import tilewise as tw
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.catalog import near_square
-from tilewise.tools.report.studies import methods
+from tilewise_tools.report.studies import methods
 
 METHODS = ("ring", "all_gather", "double_ring", "mesh", "attention2d", "attention2d_overlap",
            "ulysses", "ulysses_ring", "ulysses_double_ring", "ulysses_mesh")  # fmt: skip

@@ -23,8 +23,8 @@ from tilewise.masks.lengths import corpus_for
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.catalog import near_square
 from tilewise.strategies.tiled import tiled_layout
-from tilewise.tools.cli.output import counted, print_error
-from tilewise.tools.report.words import short
+from tilewise_tools.cli.output import counted, print_error
+from tilewise_tools.report.words import short
 
 DEVICES = (8, 16, 32, 64, 96)
 TOKENS_PER_DEVICE = 8192

@@ -12,9 +12,9 @@ from benchmarks.study.table import Row, StudyTable
 from tilewise.simulation import Simulation
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.catalog import tile_sizes
-from tilewise.tools.report.bench_charts import waiting_bars
-from tilewise.tools.report.page import Figure
-from tilewise.tools.report.words import count, short
+from tilewise_tools.report.bench_charts import waiting_bars
+from tilewise_tools.report.page import Figure
+from tilewise_tools.report.words import count, short
 
 DEVICES = 256
 LENGTHS = (1 << 18, 1 << 20)

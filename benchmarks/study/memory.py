@@ -18,11 +18,11 @@ from tilewise.plan.ir import Plan
 from tilewise.plan.payload import ITEM_BYTES
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.peak_memory import PassMemory
-from tilewise.tools.bench.environment import peak_bytes
-from tilewise.tools.report.page import Figure
-from tilewise.tools.report.words import count, short
 from tilewise.transport.processes import run_ranks
 from tilewise.workload import Workload
+from tilewise_tools.bench.environment import peak_bytes
+from tilewise_tools.report.page import Figure
+from tilewise_tools.report.words import count, short
 
 MEASURED_RANKS, MEASURED_NODE, MEASURED_TOKENS = 4, 2, 512
 

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import tilewise as tw
 from benchmarks.study.table import Row
-from tilewise.tools.cli.output import counted
+from tilewise_tools.cli.output import counted
 
 Parts = Mapping[str, Callable[[], Iterable[Row]]]
 """By a part's name, what makes its rows."""

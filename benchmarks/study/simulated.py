@@ -20,11 +20,11 @@ from tilewise.strategies.catalog import divisors, near_square
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
 from tilewise.strategies.mesh_schedules.model import seconds_of, transfer_bytes
 from tilewise.strategies.mesh_schedules.paper import paper_tile_steps
-from tilewise.tools.mask_report.figures import LAYOUTS
-from tilewise.tools.mask_report.named import drawn
-from tilewise.tools.report.bench_charts import waiting_bars
-from tilewise.tools.report.page import Figure
-from tilewise.tools.report.words import count, short
+from tilewise_tools.mask_report.figures import LAYOUTS
+from tilewise_tools.mask_report.named import drawn
+from tilewise_tools.report.bench_charts import waiting_bars
+from tilewise_tools.report.page import Figure
+from tilewise_tools.report.words import count, short
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 LONGEST = MappingProxyType({"attention2d_overlap": 256})

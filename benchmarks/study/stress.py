@@ -10,8 +10,8 @@ from benchmarks.study.parts import RowsOf, at_once
 from benchmarks.study.table import Row, StudyTable, bar_chart
 from tilewise.simulation import Simulation
 from tilewise.simulation.machine import Machine
-from tilewise.tools.report.page import Figure
-from tilewise.tools.report.words import short
+from tilewise_tools.report.page import Figure
+from tilewise_tools.report.words import short
 
 DEVICES, TOKENS = 32, 1 << 18
 SLOWNESS, JITTER, HALF_BYTES = 1.5, 0.2, 4 << 20

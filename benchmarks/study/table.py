@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from tilewise.tools.report.drawing import Series, axis, bars, lines, log_axis
-from tilewise.tools.report.page import Figure, Page, Section, TextTable
-from tilewise.tools.report.words import quantity
+from tilewise_tools.report.drawing import Series, axis, bars, lines, log_axis
+from tilewise_tools.report.page import Figure, Page, Section, TextTable
+from tilewise_tools.report.words import quantity
 
 Value = str | int | float | None
 Row = tuple[Value, ...]

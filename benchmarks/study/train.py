@@ -17,14 +17,14 @@ from benchmarks.study.parts import RowsOf, at_once
 from benchmarks.study.table import Row, StudyTable
 from examples.train_lm import Batch, Config, Llama, Split, Way, Whole, batches, train_step
 from tilewise.simulation.machine import Machine
-from tilewise.tools.bench.environment import peak_bytes
-from tilewise.tools.bench.traffic import WatchedTransport
-from tilewise.tools.lab import Lab, LabError
-from tilewise.tools.report.bench_charts import waiting_bars
-from tilewise.tools.report.page import Figure
-from tilewise.tools.report.words import short
 from tilewise.transport.processes import run_ranks
 from tilewise.transport.resolve import transport_for
+from tilewise_tools.bench.environment import peak_bytes
+from tilewise_tools.bench.traffic import WatchedTransport
+from tilewise_tools.lab import Lab, LabError
+from tilewise_tools.report.bench_charts import waiting_bars
+from tilewise_tools.report.page import Figure
+from tilewise_tools.report.words import short
 
 RANKS, NODE, TOKENS, MBIT = 4, 2, 2048, 100
 CONFIG = Config(width=128, num_layers=2, num_heads=8, num_kv_heads=8, hidden=256)

@@ -9,8 +9,8 @@ from benchmarks.study.parts import RowsOf, at_once
 from benchmarks.study.table import Chart, Row, StudyTable
 from tilewise.simulation.machine import LARGE_TILE, Machine
 from tilewise.strategies.catalog import degrees, near_square
-from tilewise.tools.report.studies import methods
-from tilewise.tools.report.words import count, short
+from tilewise_tools.report.studies import methods
+from tilewise_tools.report.words import count, short
 
 SHAPES = ("wan", "flux")
 RACK = "nvl72"

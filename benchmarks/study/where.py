@@ -17,12 +17,12 @@ from tilewise.layouts.balanced import default_layout
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.catalog import degrees, near_square, tile_sizes
 from tilewise.strategies.tiled import tiled_layout
-from tilewise.tools.cli.output import counted
-from tilewise.tools.mask_report.figures import LAYOUTS
-from tilewise.tools.mask_report.named import drawn
-from tilewise.tools.report.drawing import heat_map
-from tilewise.tools.report.page import Figure
-from tilewise.tools.report.words import count, short
+from tilewise_tools.cli.output import counted
+from tilewise_tools.mask_report.figures import LAYOUTS
+from tilewise_tools.mask_report.named import drawn
+from tilewise_tools.report.drawing import heat_map
+from tilewise_tools.report.page import Figure
+from tilewise_tools.report.words import count, short
 
 DEVICES = MappingProxyType({"causal": 64, "causal_document": 16})
 LINKS = MappingProxyType({"causal": (25, 50, 100, 200, 400), "causal_document": (25, 100, 400)})

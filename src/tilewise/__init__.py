@@ -1,50 +1,50 @@
 """Exact softmax attention over sequences split across many devices."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tilewise import kernels as kernels
 from tilewise import layouts as layouts
+from tilewise import lazy as _lazy
 from tilewise import masks as masks
 from tilewise import plan as plan
 from tilewise import plan_methods as plan_methods
 from tilewise import strategies as strategies
 from tilewise import transport as transport
 from tilewise import wires as _wires
-from tilewise.context_parallel import ContextParallel
 from tilewise.functional import attention
-from tilewise.kernels.bias import alibi
-from tilewise.layouts.balanced import balanced
-from tilewise.layouts.documents import zigzag_documents
-from tilewise.layouts.joint import joint
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks import lengths as lengths
 from tilewise.masks.base import Causal, Document, Full, Window
 from tilewise.masks.tables import PerHead, Slices
 from tilewise.plan.ir import Plan
-from tilewise.simulation.machine import Machine
-from tilewise.simulation.simulator import simulate
-from tilewise.strategies.all_gather import all_gather
-from tilewise.strategies.attention2d import attention2d
-from tilewise.strategies.balanced_ring import balanced_ring
-from tilewise.strategies.double_ring import double_ring
-from tilewise.strategies.hierarchical import hierarchical
-from tilewise.strategies.mesh import mesh
-from tilewise.strategies.needed import needed
-from tilewise.strategies.ring import ring
-from tilewise.strategies.tiled import tiled, tiled_layout
-from tilewise.strategies.tree import tree
-from tilewise.strategies.ulysses import ulysses
-from tilewise.transport.loopback import loopback
-from tilewise.workload import Workload, volume
 
 if TYPE_CHECKING:
     from tilewise.batches.schedule import schedule
     from tilewise.batches.tree import Tree
+    from tilewise.context_parallel import ContextParallel
     from tilewise.decoding.kv_cache import KVCache
+    from tilewise.kernels.bias import alibi
+    from tilewise.layouts.balanced import balanced
+    from tilewise.layouts.documents import zigzag_documents
+    from tilewise.layouts.joint import joint
     from tilewise.planning.search import search
-    from tilewise.verification.effective_mask import effective_mask
-    from tilewise.verification.parity import parity
+    from tilewise.simulation.machine import Machine
+    from tilewise.simulation.simulator import simulate
+    from tilewise.strategies.all_gather import all_gather
+    from tilewise.strategies.attention2d import attention2d
+    from tilewise.strategies.balanced_ring import balanced_ring
+    from tilewise.strategies.double_ring import double_ring
+    from tilewise.strategies.hierarchical import hierarchical
+    from tilewise.strategies.mesh import mesh
+    from tilewise.strategies.needed import needed
+    from tilewise.strategies.ring import ring
+    from tilewise.strategies.tiled import tiled, tiled_layout
+    from tilewise.strategies.tree import tree
+    from tilewise.strategies.ulysses import ulysses
+    from tilewise.transport.loopback import loopback
+    from tilewise.workload import Workload, volume
+    from tilewise_verify.effective_mask import effective_mask
+    from tilewise_verify.parity import parity
 
 __version__ = "0.1.0"
 
@@ -93,62 +93,10 @@ __all__ = [
     "zigzag_documents",
 ]
 
-# What most programs need a part of is imported when its name is first asked for.
-_LATER = (
-    ("KVCache", "decoding.kv_cache"),
-    ("Tree", "batches.tree"),
-    ("effective_mask", "verification.effective_mask"),
-    ("parity", "verification.parity"),
-    ("schedule", "batches.schedule"),
-    ("search", "planning.search"),
-)
-
-# Names that stood here before they had a module of their own, until 1.0: name, and where it is.
-_MOVED = (
-    ("Candidate", "planning"),
-    ("EffectiveMask", "verification"),
-    ("ErrorBound", "verification"),
-    ("Group", "transport"),
-    ("Item", "plan"),
-    ("Kernel", "kernels"),
-    ("Mask", "masks"),
-    ("ParityReport", "verification"),
-    ("PlanError", "plan"),
-    ("Program", "compiler"),
-    ("RankBuilder", "plan"),
-    ("Role", "plan"),
-    ("Run", "layouts"),
-    ("Side", "plan"),
-    ("Simulation", "simulation"),
-    ("Step", "plan"),
-    ("Tile", "plan"),
-    ("Transfer", "plan"),
-    ("Transport", "transport"),
-    ("Volume", "workload"),
-    ("check", "compiler.checker"),
-    ("droppable", "compiler"),
-    ("error_bound", "verification"),
-    ("from_json", "plan.json"),
-    ("kernel", "kernels"),
-    ("load_candidate", "planning"),
-    ("lower", "compiler.lowering"),
-    ("operand", "plan"),
-    ("parse", "plan"),
-    ("partial", "plan"),
-    ("prune", "compiler.pruning"),
-    ("show", "plan.text"),
-    ("to_json", "plan.json"),
-    ("transport_for", "transport"),
-)
-
 if not TYPE_CHECKING:  # a type checker knows the names above alone
 
     def __getattr__(name: str) -> Any:
-        module = dict(_LATER + _MOVED).get(name)
-        if module is None:
-            raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
-        value = getattr(import_module(f"tilewise.{module}"), name)
-        return globals().setdefault(name, value)
+        return globals().setdefault(name, _lazy.find(name))
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *__all__, *dict(_lazy.MODULES)})

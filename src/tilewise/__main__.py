@@ -4,7 +4,7 @@
 def main() -> None:
     """Run the command line, which needs the extra cli."""
     try:
-        from tilewise.tools.cli import app
+        from tilewise_tools.cli import app
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("typer", "rich"):
             raise

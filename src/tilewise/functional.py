@@ -23,7 +23,6 @@ from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan
-from tilewise.tokens.joint import owned_call
 from tilewise.transport.resolve import Group
 from tilewise.wires.wire import AnyWire
 
@@ -204,6 +203,8 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     )
     owned, both = None, (layout, kv_layout)
     if not compiled and [x for x in both if isinstance(x, Layout) and len(x.replicated)]:
+        from tilewise.tokens.joint import owned_call  # of other layouts there is none
+
         call, owned = owned_call(q, k, v, call)
         q, k, v = (q, k, v) if owned is None else owned[:3]
     with without_autocast(q, region):

@@ -22,8 +22,8 @@ from benchmarks.masks import (
     seeds_of,
     span,
 )
-from tilewise.tools.mask_report.figures import MaskCase, RankLoad, load
-from tilewise.tools.mask_report.named import drawn
+from tilewise_tools.mask_report.figures import MaskCase, RankLoad, load
+from tilewise_tools.mask_report.named import drawn
 
 CASE = MaskCase(4, 1000, 4, 2, 16)
 

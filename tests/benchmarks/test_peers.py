@@ -13,11 +13,11 @@ import tilewise as tw
 from benchmarks.peers import contenders, flash_attn_shim
 from benchmarks.peers.adapter import CannotRunError, Words, words
 from tilewise.simulation.machine import Machine
-from tilewise.tools.bench.case import BenchCase, LabNetwork, Timing
-from tilewise.tools.bench.contender import Contender
-from tilewise.tools.bench.engine import planned_rows, run_cases
-from tilewise.tools.bench.grid import contenders_of
-from tilewise.tools.bench.our_strategies import strategy
+from tilewise_tools.bench.case import BenchCase, LabNetwork, Timing
+from tilewise_tools.bench.contender import Contender
+from tilewise_tools.bench.engine import planned_rows, run_cases
+from tilewise_tools.bench.grid import contenders_of
+from tilewise_tools.bench.our_strategies import strategy
 
 RING, LLAMA3, USP, *WHOLE, TORCH_GATHERS, TORCH_EXCHANGES = contenders()
 TORCH = TORCH_GATHERS, TORCH_EXCHANGES

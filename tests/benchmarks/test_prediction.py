@@ -8,7 +8,7 @@ import tilewise as tw
 from benchmarks import prediction
 from benchmarks.prediction import CASES, measure, runnable
 from tilewise.expressions import read_plan
-from tilewise.tools.calibration.measure import trials
+from tilewise_tools.calibration.measure import trials
 
 
 @pytest.mark.parametrize("slowed", [1.0, 2.5])

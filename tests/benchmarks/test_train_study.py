@@ -6,7 +6,7 @@ import pytest
 
 import tilewise as tw
 from benchmarks.study import train
-from tilewise.tools.lab import LabError
+from tilewise_tools.lab import LabError
 
 
 def test_strategies_train_the_unsplit_model(monkeypatch: pytest.MonkeyPatch):

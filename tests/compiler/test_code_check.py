@@ -15,8 +15,8 @@ from support.codes import Setting, all_plans, settings_of
 
 import tilewise as tw
 from tilewise.compiler.code import Code
-from tilewise.compiler.code_check import CodeError, check_code
 from tilewise.compiler.placement import Departures
+from tilewise_verify.code_check import CodeError, check_code
 
 NUM_MUTANTS = 100
 

@@ -12,12 +12,12 @@ from support.codes import HEADS, LAYOUTS, MASKS, TOKENS, WORLD, Setting, all_pla
 import tilewise as tw
 from tilewise.compiler import code as codes
 from tilewise.compiler.code import Code
-from tilewise.compiler.code_check import check_code
 from tilewise.compiler.codegen import pass_code
 from tilewise.compiler.lowering import lower
 from tilewise.compiler.ops import Attend, Post, Wait
 from tilewise.compiler.placement import Departures, buffer_spans
 from tilewise.plan.ir import Role, Side
+from tilewise_verify.code_check import check_code
 
 NUMBER = [*range(len(all_plans()))]
 FEW = 3  # settings of a plan on every day

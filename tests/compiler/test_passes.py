@@ -12,8 +12,8 @@ from support.teams import results
 
 import tilewise as tw
 from tilewise.compiler import codegen
-from tilewise.compiler.code_check import check_code
 from tilewise.compiler.passes import PASSES
+from tilewise_verify.code_check import check_code
 
 MANDATORY = ("tiles", "latents", "wires", "keep")
 """Passes without which there is no code; all others make a better one."""

@@ -16,7 +16,7 @@ import tilewise as tw
 from conformance.oracle import assert_close, draw
 from conformance.table import STRATEGIES
 from tilewise.plan.ir import Plan
-from tilewise.verification import error_bound
+from tilewise_verify import error_bound
 
 TOKENS, WIDTH = 13, 4
 LAYOUTS = (

@@ -15,7 +15,7 @@ import tilewise as tw
 from examples.block_sparse_kernel import BlockSparse, blocks_of, blocks_of_64
 from tilewise.kernels.self_check import check_kernel
 from tilewise.tiles.cover import tile_calls
-from tilewise.tools.cli import app
+from tilewise_tools.cli import app
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "block_sparse_kernel.py"
 

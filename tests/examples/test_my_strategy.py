@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import tilewise as tw
 from examples import my_strategy
-from tilewise.tools.cli import app
+from tilewise_tools.cli import app
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_strategy.py"
 

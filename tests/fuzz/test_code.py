@@ -16,10 +16,10 @@ from support.fuzzing import examples
 
 import tilewise as tw
 from tilewise.compiler.code import Code
-from tilewise.compiler.code_check import CodeError, check_code
 from tilewise.compiler.codegen import pass_code
 from tilewise.compiler.facts import CallTraits
 from tilewise.compiler.placement import Departures
+from tilewise_verify.code_check import CodeError, check_code
 
 # A buffer may lie on bytes of another of which only others are read later; and what is sent before
 # a kernel call adds to it was written before, too.

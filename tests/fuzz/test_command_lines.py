@@ -14,7 +14,7 @@ from support.report_pages import many_rows, write_rows
 from typer.testing import CliRunner
 
 import tilewise as tw
-from tilewise.tools.cli import app
+from tilewise_tools.cli import app
 
 NUMBERS = ("4", "2", "1", "3", "0", "-1", "1.5", "x", "", "1e3", "9" * 30, "٣", "nan", " 2")
 TOKENS = ("64", "24", "1", "0", "-5", "K", "1K", "1e9", "64K64", "0x10", "inf", "9" * 25, "1.5M")

@@ -14,8 +14,8 @@ from plotly.offline import get_plotlyjs
 from support.fuzzing import examples
 from support.report_pages import many_rows, write_rows
 
-from tilewise.tools.report.bench_report import page_of, read_rows, write_csv
-from tilewise.tools.report.page import written
+from tilewise_tools.report.bench_report import page_of, read_rows, write_csv
+from tilewise_tools.report.page import written
 
 MARK = "evil"
 TEXTS = (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.kernels.float8 import decode, encode
-from tilewise.verification import error_bound
+from tilewise_verify import error_bound
 
 WIDE, NARROW = ("float64", "float32"), ("bfloat16", "float16")
 SEEDS = st.integers(0, 2**32)

@@ -175,7 +175,7 @@ def test_trainers_and_settings_that_cannot_be_split_are_refused_before_the_first
 
 
 def test_completions_are_counted_by_row_where_rows_were_split_after_parsing():
-    from tilewise.integrations.hf_internals import count_completions, refused_completions
+    from tilewise.integrations.transformers.internals import count_completions, refused_completions
 
     given = {"per_device_train_batch_size": 4, "world_size": 4, "steps_per_generation": 2}
     args = SimpleNamespace(**given, generation_batch_size=32, num_generations=8)
@@ -193,7 +193,7 @@ def test_completions_are_counted_by_row_where_rows_were_split_after_parsing():
 def test_reward_trainers_are_refused_by_name():
     from trl.trainer.reward_trainer import RewardTrainer
 
-    from tilewise.integrations.hf_internals import refused_trainer
+    from tilewise.integrations.transformers.internals import refused_trainer
 
     trainer = RewardTrainer.__new__(RewardTrainer)
     trainer.args = None  # pyright: ignore

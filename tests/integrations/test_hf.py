@@ -30,7 +30,7 @@ from transformers import BertConfig, BertModel
 
 import tilewise as tw
 from tilewise.integrations import hf
-from tilewise.integrations.hf_forward import split_forward
+from tilewise.integrations.transformers.forward import split_forward
 
 N = 4
 WHOLE, PACKED, SHORT = (0, 22), (0, 5, 16, 17, 22), (0, 3)

@@ -49,7 +49,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 import tilewise as tw
 from tilewise.integrations import hf
-from tilewise.integrations.hf_shrink import NUM_TOKENS, SWITCH, shrunk
+from tilewise_verify.hf_shrink import NUM_TOKENS, SWITCH, shrunk
 
 N = 4
 BERT: dict[str, Any] = {

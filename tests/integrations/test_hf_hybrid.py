@@ -29,8 +29,10 @@ from support.hybrid_models import (
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.integrations import hf, hf_plan, state_rules
-from tilewise.integrations.hf_forward import split_forward
+from tilewise.integrations import hf
+from tilewise.integrations.transformers import plan as hf_plan
+from tilewise.integrations.transformers import state_rules
+from tilewise.integrations.transformers.forward import split_forward
 from tilewise.planning import StateLayer, search_hybrid
 from tilewise.planning.hybrid import CHOICES, HybridChoice
 from tilewise.simulation.machine import KernelSpeed, Link, Machine

@@ -18,8 +18,8 @@ from transformers import masking_utils as mu
 import tilewise as tw
 from tilewise.integrations import hf
 from tilewise.integrations.data import ShardingCollator
-from tilewise.integrations.hf_forward import split_forward
-from tilewise.integrations.hf_masks import read_mask
+from tilewise.integrations.transformers.forward import split_forward
+from tilewise.integrations.transformers.masks import read_mask
 
 NUM_TOKENS = 35
 IMAGE = VOCABULARY - 1

@@ -25,8 +25,9 @@ from support.hybrid_models import build, run_apart, split_in_threads
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.integrations import hf, hf_proof
+from tilewise.integrations import hf
 from tilewise.tokens.pieces import pieces_of
+from tilewise_verify import hf_proof
 
 kernels_of_transformers: Any = pytest.importorskip("transformers.integrations.hub_kernels")
 TAKES_KERNELS = "use_kernel_func_from_hub_with_fallback"

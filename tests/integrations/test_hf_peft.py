@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 
 import tilewise as tw
 from tilewise.integrations import hf
-from tilewise.integrations.hf_forward import split_forward
+from tilewise.integrations.transformers.forward import split_forward
 
 # PEFT 0.21 reads an attribute that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

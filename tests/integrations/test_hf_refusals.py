@@ -29,9 +29,9 @@ from transformers import masking_utils as mu
 
 import tilewise as tw
 from tilewise.integrations import hf
-from tilewise.integrations.hf_attention import masks_of
-from tilewise.integrations.hf_masks import packs, read_mask, refused_model
-from tilewise.integrations.hf_rope import RopeLengths
+from tilewise.integrations.transformers.attention import masks_of
+from tilewise.integrations.transformers.masks import packs, read_mask, refused_model
+from tilewise.integrations.transformers.rope import RopeLengths
 
 N, NUM_TOKENS = 2, 22
 IDS = case((0, NUM_TOKENS)).input_ids

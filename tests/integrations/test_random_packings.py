@@ -16,7 +16,7 @@ from support.hf_models import VOCABULARY, build
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.integrations.hf_forward import split_forward
+from tilewise.integrations.transformers.forward import split_forward
 
 
 def documents(draw: Random) -> tuple[list[Tensor], list[Tensor]]:

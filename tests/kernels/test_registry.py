@@ -21,8 +21,8 @@ from tilewise.kernels.registry import (
 )
 from tilewise.kernels.torch_cpu import CpuFlash
 from tilewise.masks.base import Causal, Full, Window
-from tilewise.tools import doctor
-from tilewise.tools.doctor import examine
+from tilewise_tools import doctor
+from tilewise_tools.doctor import examine
 
 HALF = torch.bfloat16, 128
 ROWS = """

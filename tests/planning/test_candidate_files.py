@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 
 import tilewise as tw
 from tilewise.expressions import read_heads
-from tilewise.tools.cli import app
-from tilewise.tools.cli.options import read_bytes, read_count
+from tilewise_tools.cli import app
+from tilewise_tools.cli.options import read_bytes, read_count
 
 
 @pytest.fixture(autouse=True)
 def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test runs twice, as JSON and as a table, is searched once."""
-    monkeypatch.setattr("tilewise.tools.cli.plan.search", cache(tw.search))
+    monkeypatch.setattr("tilewise_tools.cli.plan.search", cache(tw.search))
 
 
 def test_a_narrow_terminal_gets_whole_numbers():

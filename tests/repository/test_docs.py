@@ -12,11 +12,12 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import tilewise as tw
-from tilewise.tools.cli import app
-from tilewise.tools.cli.examples import EXAMPLES
+from tilewise_tools.cli import app
+from tilewise_tools.cli.examples import EXAMPLES
 
 STRATEGIES = {page.stem: page for page in PAGES if page.parent.name == "strategies"}
-PACKAGE = ROOT / "src" / "tilewise"
+SOURCES = ROOT / "src"
+PACKAGE = SOURCES / "tilewise"
 SECTIONS = ("Cost", "Source", "When to use it", "Departures from the paper")
 
 
@@ -61,7 +62,7 @@ def test_command_lines_are_taken(monkeypatch: pytest.MonkeyPatch):
         raise SimulationBegunError
 
     for command, work in (("plan", "search"), ("simulate", "simulate")):
-        monkeypatch.setattr(f"tilewise.tools.cli.{command}.{work}", begun)
+        monkeypatch.setattr(f"tilewise_tools.cli.{command}.{work}", begun)
     group, names = get_command(app), set[str]()
     for page, words in command_lines():
         if words[0] in ("plan", "simulate"):
@@ -109,7 +110,11 @@ def test_links_lead_somewhere():
 
 
 def test_files_that_are_named_exist():
-    folders = [path.name for path in (*ROOT.iterdir(), *PACKAGE.iterdir()) if path.is_dir()]
+    folders = [
+        path.name
+        for path in (*ROOT.iterdir(), *SOURCES.iterdir(), *PACKAGE.iterdir())
+        if path.is_dir()
+    ]
     path = re.compile(
         rf"(?<![\w/.-])(?:{'|'.join(folders)})/[\w/.-]*\w\.(?:py|toml|json|jsonl|csv|md|png)\b"
     )
@@ -117,7 +122,7 @@ def test_files_that_are_named_exist():
         f"{name(page)}: {found}"
         for page in PAGES
         for found in path.findall(page.read_text())
-        if not any((root / found).exists() for root in (ROOT, PACKAGE, page.parent))
+        if not any((root / found).exists() for root in (ROOT, SOURCES, PACKAGE, page.parent))
     ]
     assert not missing
 

@@ -35,10 +35,15 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # What is decided before a tensor is there: import-linter's contract names it, this file reads it.
 TORCH_FREE = {
-    module.removeprefix("tilewise.")
+    module
     for contract in PROJECT["tool"]["importlinter"]["contracts"]
     if contract.get("forbidden_modules") == ["torch"]
     for module in contract["source_modules"]
+}
+
+PACKAGES = ("tilewise", "tilewise_verify", "tilewise_tools")
+NAME_OTHERS = {  # modules of the core that may: the command, the table of names, old paths
+    *("tilewise.__main__", "tilewise.lazy", "tilewise.tools", "tilewise.verification"),
 }
 
 TRITON = tuple(
@@ -63,8 +68,41 @@ def parse_tests(pattern: str) -> list[ast.Module]:
     return [ast.parse(path.read_text()) for path in sorted((ROOT / "tests").glob(pattern))]
 
 
+def test_the_core_imports_no_verification_and_no_tools():
+    """Not inside functions either, nor by a name in a string; import-linter holds the same."""
+    core = [module for module in MODULES if top([module.name]) == {"tilewise"}]
+    reaching = {
+        module.name
+        for module in core
+        if top(imports(module, bodies=True)) & {*PACKAGES[1:]}
+        or any(word.startswith(PACKAGES[1:]) for word in words(module.tree))
+    }
+    assert reaching == NAME_OTHERS
+    verify = [module for module in MODULES if top([module.name]) == {"tilewise_verify"}]
+    assert len(core) > 200 and len(verify) > 20
+    assert not [m for m in verify if "tilewise_tools" in top(imports(m, bodies=True))]
+
+
+MOST_CORE_NAMES = 40
+
+
+def test_integrations_use_public_names_and_few_others():
+    """Public names come by `import tilewise as tw`; other names of the core count."""
+    imported_names = {
+        (node.module, alias.name)
+        for module in MODULES
+        if module.folder in ("tilewise.integrations", "tilewise.compat")
+        for node in at_import(module.tree, bodies=True, typing=True)
+        if isinstance(node, ast.ImportFrom) and top([node.module or ""]) == {"tilewise"}
+        if not (node.module or "").startswith("tilewise.integrations")
+        for alias in node.names
+    } - {("tilewise.moved", "moved")}
+    assert 10 < len(imported_names) <= MOST_CORE_NAMES
+    assert not {name for _, name in imported_names} & {*tilewise.__all__}
+
+
 def test_torch_free_packages_reach_no_torch():
-    free = [m for m in MODULES if m.stem in TORCH_FREE]
+    free = [m for m in MODULES if m.folder in TORCH_FREE]
     assert free
     offenders = [
         f"{module} reaches {via}, which imports torch"
@@ -82,7 +120,7 @@ def test_torch_free_packages_reach_no_torch():
 
 def test_modules_import_only_what_every_installation_has():
     project = PROJECT["project"]
-    allowed = {*sys.stdlib_module_names, "tilewise"}
+    allowed = {*sys.stdlib_module_names, *PACKAGES}
     allowed |= {re.split(r"[^\w-]", spec)[0] for spec in project["dependencies"]}
     command_line = {
         re.split(r"[^\w-]", spec)[0] for spec in project["optional-dependencies"]["cli"]
@@ -90,12 +128,12 @@ def test_modules_import_only_what_every_installation_has():
     offenders = {
         m.name: top(imported(m.name))
         - allowed
-        - (command_line if m.name.startswith("tilewise.tools.cli") else set())
+        - (command_line if m.name.startswith("tilewise_tools.cli") else set())
         for m in MODULES
         if m not in TRITON
     }
     # A class of accelerate's is the base of one of ours; nobody imports this module.
-    assert offenders.pop("tilewise.integrations.accelerate") == {"accelerate"}
+    assert offenders.pop("tilewise.integrations.transformers.accelerate") == {"accelerate"}
     assert not {name: extra for name, extra in offenders.items() if extra}
 
 
@@ -107,9 +145,13 @@ def test_triton_is_imported_by_its_kernels_alone_and_they_by_nobody_at_import():
 
 
 def test_imports_have_no_cycles():
-    """Those inside functions, and those for type checkers alone, count too."""
+    """Those inside functions, and those for type checkers alone, count too.
+
+    Of tilewise itself the latter do not: they are the names that are found when first used.
+    """
     graph = {
-        module.name: (imports(module, bodies=True, typing=True) & NAMES) - {module.name}
+        module.name: (imports(module, bodies=True, typing=module.name != "tilewise") & NAMES)
+        - {module.name}
         for module in MODULES
     }
     TopologicalSorter(graph).prepare()
@@ -222,10 +264,11 @@ assert threading.active_count() == 1
 
 
 def test_no_module_bears_a_public_functions_name():
-    modules = {module.stem for module in MODULES}
+    modules = {m.folder.rpartition(".")[2] for m in MODULES if m.folder.startswith("tilewise.")}
     for module in MODULES:
         if module.name == "tilewise":
-            nodes = [n for n in at_import(module.tree) if isinstance(n, ast.ImportFrom)]
+            walked = at_import(module.tree, typing=True)  # names that are found later, too
+            nodes = [n for n in walked if isinstance(n, ast.ImportFrom)]
             exported = {(n.module, a.asname or a.name) for n in nodes for a in n.names}
             values = {name for base, name in exported if base not in (None, "tilewise")}
             assert not values & modules

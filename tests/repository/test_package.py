@@ -15,7 +15,7 @@ import pytest
 import tilewise as tw
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "src" / "tilewise"
+SOURCES = ROOT / "src"
 pytestmark = pytest.mark.slow
 
 
@@ -39,11 +39,14 @@ def test_the_wheel_holds_every_file_of_the_package(built: tuple[Path, Path]):
     wheel, _ = built
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {
-        str(path.relative_to(ROOT / "src"))
-        for path in PACKAGE.rglob("*")
+        str(path.relative_to(SOURCES))
+        for path in SOURCES.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert any(name.endswith(".toml") for name in sources) and "tilewise/py.typed" in sources
+    assert any(name.endswith(".toml") for name in sources)
+    packages = {name.partition("/")[0] for name in sources}
+    assert packages == {"tilewise", "tilewise_verify", "tilewise_tools"}
+    assert {f"{package}/py.typed" for package in packages} <= sources
     assert sources <= names
     extra = {name for name in names - sources if ".dist-info/" not in name}
     assert not extra

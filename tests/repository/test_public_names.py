@@ -1,16 +1,18 @@
 """The names of the package: functions and classes, modules beside them, and the old names."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import tilewise as tw
-from tilewise import plan_methods
+from tilewise import lazy, plan_methods
 
 MODULES = ("kernels", "layouts", "lengths", "masks", "plan", "strategies", "transport", "wire")
-OLD_NAMES = dict(tw._MOVED)  # pyright: ignore[reportPrivateUsage]
+OLD_NAMES = dict(lazy.MOVED)
 
 
 def test_the_listed_names_are_functions_and_classes():
@@ -18,6 +20,19 @@ def test_the_listed_names_are_functions_and_classes():
     assert all(callable(getattr(tw, name)) for name in tw.__all__)
     assert {*tw.__all__, *MODULES} <= {*dir(tw)}
     assert all(isinstance(getattr(tw, name), ModuleType) for name in MODULES)
+
+
+def test_type_checkers_see_the_names_that_are_found_later():
+    tree = ast.parse(Path(tw.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and len(node.body) > 2)
+    seen = {
+        (alias.name, node.module)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == {*lazy.LATER} and dict(seen).keys() <= {*tw.__all__}
+    assert all(getattr(tw, name).__module__ == module for name, module in seen)
 
 
 def test_methods_of_plan_are_the_functions():
@@ -48,10 +63,14 @@ def test_each_module_can_be_imported_first(module: str):
     subprocess.run([sys.executable, "-c", command], check=True, timeout=120)
 
 
-LATER = ("batches", "decoding", "integrations", "planning", "tools", "verification")
+LATER = (
+    *("batches", "context_parallel", "decoding", "exact", "integrations", "planning"),
+    *("simulation", "tools", "verification"),
+)
+MOST_MODULES = 110
 
 
-def test_import_brings_in_no_heavy_module():
+def test_import_brings_in_no_more_than_a_call_needs():
     """Beside `import torch`: the package without what is asked for later, numpy, nothing else."""
     program = """
 import sys, torch
@@ -65,5 +84,7 @@ print(*sorted({*sys.modules} - before))
     of_others = {name for name in added if name.partition(".")[0] not in sys.stdlib_module_names}
     of_others -= {name for name in of_others if "cython" in name}  # numpy's, of no file
     assert {name.partition(".")[0] for name in of_others} <= {"numpy", "tilewise"}
+    own = [name for name in added if name.partition(".")[0] == "tilewise"]
+    assert 50 < len(own) <= MOST_MODULES
     later = {f"tilewise.{package}" for package in LATER}
     assert not {".".join(name.split(".")[:2]) for name in added} & later

@@ -11,7 +11,7 @@ from tilewise.plan.payload import head_groups
 from tilewise.planning.options import options
 from tilewise.strategies import catalog
 from tilewise.strategies.catalog import degrees, divisors, near_square, tile_sizes
-from tilewise.tools.bench import our_strategies
+from tilewise_tools.bench import our_strategies
 
 LISTED = (*catalog.STRATEGIES, *catalog.MASK_AWARE)
 

@@ -18,7 +18,7 @@ from tilewise.masks.components import documents
 from tilewise.plan.ir import Plan
 from tilewise.strategies.tiled import tiled, tiled_layout
 from tilewise.strategies.tiling.placement import assign
-from tilewise.tools.mask_report.figures import moved
+from tilewise_tools.mask_report.figures import moved
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced", "tiled", "any rows")
 REFERENCE = json.loads((Path(__file__).parent / "documents_reference.json").read_text())

@@ -16,7 +16,7 @@ from benchmarks.tiled import best_mesh
 from tilewise.plan.builder import REACH
 from tilewise.plan.ir import Plan, Role
 from tilewise.strategies.tiling.causal.blocks import Rect, causal_blocks, cells
-from tilewise.tools.mask_report.figures import moved
+from tilewise_tools.mask_report.figures import moved
 
 CAUSAL = tw.Causal()
 HEADS = ((32, 32), (32, 8), (64, 8))

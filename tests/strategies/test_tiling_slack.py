@@ -14,7 +14,7 @@ import tilewise as tw
 from benchmarks.dynamic_scheduling import dynamic, figures, megatron, planned
 from benchmarks.dynamic_scheduling import tiled as tiled_with
 from tilewise.masks.base import Mask
-from tilewise.tools.mask_report.figures import moved
+from tilewise_tools.mask_report.figures import moved
 
 N, RANKS = 1 << 14, 16
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tilewise.layouts.layout import Layout
 from tilewise.simulation.machine import Machine
-from tilewise.tools.bench.case import BenchCase
-from tilewise.tools.bench.contender import Facts, Prediction, Running, Traffic
-from tilewise.tools.bench.our_strategies import strategy
+from tilewise_tools.bench.case import BenchCase
+from tilewise_tools.bench.contender import Facts, Prediction, Running, Traffic
+from tilewise_tools.bench.our_strategies import strategy
 
 
 @dataclass(frozen=True)

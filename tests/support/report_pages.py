@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import tilewise as tw
-from tilewise.tools.report.bench_report import page_of, read_rows
-from tilewise.tools.report.page import written
-from tilewise.tools.report.plan_report import ReportedPlan
+from tilewise_tools.report.bench_report import page_of, read_rows
+from tilewise_tools.report.page import written
+from tilewise_tools.report.plan_report import ReportedPlan
 
 MACHINE = tw.Machine.preset("h100x8-1nic")
 SWITCHES = (

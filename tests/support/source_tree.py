@@ -1,4 +1,4 @@
-"""The package's sources as syntax trees, and what the guard rails ask of them."""
+"""The sources of the three packages as syntax trees, and what the guard rails ask of them."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "src" / "tilewise"
+SOURCES = ROOT / "src"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
@@ -20,9 +20,9 @@ class Module(NamedTuple):
         return _parsed(self.path)
 
     @property
-    def stem(self) -> str:
-        """The module's place directly under the package: 'kernels' for tilewise.kernels.cpu."""
-        return (self.name + ".").split(".")[1]
+    def folder(self) -> str:
+        """The folder or module directly under the package: tilewise.kernels for its files."""
+        return ".".join(self.name.split(".")[:2])
 
     def __str__(self) -> str:
         return str(self.path.relative_to(ROOT))
@@ -34,12 +34,12 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def read(path: Path) -> Module:
-    parts = ("tilewise", *path.relative_to(PACKAGE).with_suffix("").parts)
+    parts = path.relative_to(SOURCES).with_suffix("").parts
     name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
     return Module(name, path)
 
 
-MODULES = tuple(read(path) for path in sorted(PACKAGE.rglob("*.py")))
+MODULES = tuple(read(path) for path in sorted(SOURCES.rglob("*.py")))
 NAMES = frozenset(module.name for module in MODULES)
 
 

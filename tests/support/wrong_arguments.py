@@ -28,8 +28,8 @@ from tilewise.plan.text import show
 from tilewise.planning import load_candidate
 from tilewise.simulation.machine import KernelSpeed, Link
 from tilewise.transport import transport_for
-from tilewise.verification import error_bound
 from tilewise.workload import plan_code
+from tilewise_verify import error_bound
 
 Arguments = dict[str, Any]
 

@@ -10,7 +10,7 @@ from tilewise.masks.base import Causal, Document, Full, Mask, Window
 from tilewise.plan.row_ranges import row_index, to_ranges
 from tilewise.tiles.calls import KernelCall, Kind, Slice
 from tilewise.tiles.cover import MAX_CELLS, tile_calls
-from tilewise.tools.mask_report.figures import waste
+from tilewise_tools.mask_report.figures import waste
 
 
 def cells(call: KernelCall) -> np.ndarray:

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tilewise as tw
-from tilewise.compiler.code_check import check_code
 from tilewise.compiler.row_code import row_code
 from tilewise.compiler.row_moves import RowMoves
 from tilewise.execution.run import BoundCode
 from tilewise.tokens import moves as moves_of_verbs
 from tilewise.tokens.gather import gather_stages, gathers_in_stages
+from tilewise_verify.code_check import check_code
 
 Leaves = list[Tensor]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilewise.tools.bench.results import read_results
-from tilewise.tools.cli import app
+from tilewise_tools.bench.results import read_results
+from tilewise_tools.cli import app
 
 SMALL = ["--quick", "--num-tokens", "64", "--heads", "2:2", "--head-dim", "8", "--repeats", "1"]
 
@@ -95,7 +95,7 @@ def test_rows_are_printed_and_not_measured_twice(tmp_path: Path):
 def test_a_run_that_is_ended_loses_nothing_and_repeats_nothing(tmp_path: Path, end: int):
     path = tmp_path / "r.jsonl"
     words = ["bench", "kernels", *SMALL, "--kernel", "cpu", "--kernel", "naive", "-o", str(path)]
-    command = [sys.executable, "-c", "from tilewise.tools.cli import app; app()", *words]
+    command = [sys.executable, "-c", "from tilewise_tools.cli import app; app()", *words]
     started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline and not (

@@ -15,13 +15,13 @@ from tilewise.expressions import STRATEGIES as WRITABLE
 from tilewise.expressions import read_plan
 from tilewise.kernels.registry import PROVIDERS
 from tilewise.strategies.catalog import degrees, divisors
-from tilewise.tools.bench import environment
-from tilewise.tools.bench.case import KINDS, BenchCase, LabNetwork, Timing, key_of
-from tilewise.tools.bench.grid import entered, preset, read_cases
-from tilewise.tools.bench.our_kernels import DENSE
-from tilewise.tools.bench.our_strategies import STRATEGIES, Strategy
-from tilewise.tools.doctor import examine
-from tilewise.tools.mask_report.named import Axes
+from tilewise_tools.bench import environment
+from tilewise_tools.bench.case import KINDS, BenchCase, LabNetwork, Timing, key_of
+from tilewise_tools.bench.grid import entered, preset, read_cases
+from tilewise_tools.bench.our_kernels import DENSE
+from tilewise_tools.bench.our_strategies import STRATEGIES, Strategy
+from tilewise_tools.doctor import examine
+from tilewise_tools.mask_report.named import Axes
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = BenchCase("strategies", "causal", 64, world_size=2, network=LabNetwork("loopback", 1, 2))

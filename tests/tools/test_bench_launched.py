@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.tools.bench.results import read_results
-from tilewise.tools.lab import Lab
-from tilewise.tools.lab.site import missing
+from tilewise_tools.bench.results import read_results
+from tilewise_tools.lab import Lab
+from tilewise_tools.lab.site import missing
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_LAB = missing() is None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.tools.bench.results import FORMAT, Results, read_results
+from tilewise_tools.bench.results import FORMAT, Results, read_results
 
 
 def row(key: str, **more) -> dict:

@@ -14,11 +14,11 @@ from support.bench_contenders import Bad
 
 import tilewise as tw
 from tilewise.masks import NAMES
-from tilewise.tools.bench.case import BenchCase, LabNetwork, Timing
-from tilewise.tools.bench.engine import planned_rows, run_cases
-from tilewise.tools.bench.our_kernels import kernel
-from tilewise.tools.bench.our_strategies import strategy
-from tilewise.tools.bench.traffic import CountOperations
+from tilewise_tools.bench.case import BenchCase, LabNetwork, Timing
+from tilewise_tools.bench.engine import planned_rows, run_cases
+from tilewise_tools.bench.our_kernels import kernel
+from tilewise_tools.bench.our_strategies import strategy
+from tilewise_tools.bench.traffic import CountOperations
 
 TIMING = Timing(repeats=2, warmups=0, timeout_seconds=60.0)
 ALONE = BenchCase("kernels", "causal", 96, num_heads=4, num_kv_heads=2, head_dim=8, dtype="float64")

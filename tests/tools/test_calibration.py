@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 import tilewise as tw
 from tilewise.simulation.machine import Link
-from tilewise.tools.calibration.measure import Settings, calibrate
-from tilewise.tools.calibration.own_work import SharedClock, Sizes, kernel_tables
-from tilewise.tools.cli import app
+from tilewise_tools.calibration.measure import Settings, calibrate
+from tilewise_tools.calibration.own_work import SharedClock, Sizes, kernel_tables
+from tilewise_tools.cli import app
 
 QUICK = Sizes((16, 64, 256), (16, 64), 2, 1 << 12)
 SETTINGS = Settings(dtypes=("float32",), sizes=QUICK, name="here")
@@ -103,7 +103,7 @@ def test_other_work_is_said_and_written_down(
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     preset, path = tw.Machine.preset("cpu-gloo"), tmp_path / "machine.toml"
-    command = sys.modules["tilewise.tools.cli.calibrate"]
+    command = sys.modules["tilewise_tools.cli.calibrate"]
     monkeypatch.setattr(command, "_measured", lambda *_: preset)
     result = CliRunner().invoke(app, ["calibrate", "-o", str(path)])
     assert result.exit_code == 0, result.output

@@ -7,7 +7,7 @@ import tilewise as tw
 from tilewise.layouts.balanced import balanced
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan
-from tilewise.tools.mask_report.figures import Waste, report, total
+from tilewise_tools.mask_report.figures import Waste, report, total
 
 CORPORA = (("prolong512k", 4, 0.0), ("pile", 4, 0.0), ("prolong512k", 1, 0.6))
 

@@ -20,11 +20,11 @@ from typer.testing import CliRunner, Result
 
 import tilewise as tw
 from tilewise.expressions import STRATEGIES, read_mask, read_plan
-from tilewise.tools.cli import app
-from tilewise.tools.cli.examples import EXAMPLES
-from tilewise.tools.cli.output import as_bytes, as_seconds
-from tilewise.tools.cli.show import draw
-from tilewise.tools.demo import Demo, DemoRow, run_demo
+from tilewise_tools.cli import app
+from tilewise_tools.cli.examples import EXAMPLES
+from tilewise_tools.cli.output import as_bytes, as_seconds
+from tilewise_tools.cli.show import draw
+from tilewise_tools.demo import Demo, DemoRow, run_demo
 
 PIECES = ("ring", "all_gather", "balanced_ring", "tree", "ulysses")
 
@@ -148,7 +148,7 @@ def test_sizes_are_written_alike_everywhere(monkeypatch: pytest.MonkeyPatch):
         raise ValueError("taken")
 
     for module, name in (("demo", "Demo"), ("bench", "entered"), ("lab", "BenchCase")):
-        monkeypatch.setattr(sys.modules[f"tilewise.tools.cli.{module}"], name, taking)
+        monkeypatch.setattr(sys.modules[f"tilewise_tools.cli.{module}"], name, taking)
     strategies = ("bench", "strategies", "--quick", "--mask", "causal", "--world-size", "2")
     runs = (
         ("demo", "--num-tokens", "2K"),
@@ -360,7 +360,7 @@ def demo_rows(settings: Demo) -> tuple[DemoRow, ...]:
 @pytest.fixture
 def demos_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same settings, for all tests."""
-    command = import_module("tilewise.tools.cli.demo")
+    command = import_module("tilewise_tools.cli.demo")
     monkeypatch.setattr(command, "run_demo", lambda settings: iter(demo_rows(settings)))
 
 
@@ -382,7 +382,7 @@ def test_demo_writes_json():
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_fault_ends_the_demo_with_code_1(as_json: bool, monkeypatch: pytest.MonkeyPatch):
-    command = import_module("tilewise.tools.cli.demo")
+    command = import_module("tilewise_tools.cli.demo")
 
     def with_a_lost_byte(settings):
         for row in demo_rows(settings):
@@ -412,7 +412,7 @@ def test_bytes_are_legible(count: int, text: str):
 
 
 def test_the_installed_command_runs():
-    command = [sys.executable, "-c", "from tilewise.tools.cli import app; app()", "show", "ring(2)"]
+    command = [sys.executable, "-c", "from tilewise_tools.cli import app; app()", "show", "ring(2)"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout == tw.show(tw.ring(2))

@@ -12,16 +12,16 @@ from typer.testing import CliRunner, Result
 
 import tilewise as tw
 from tilewise.layouts.balanced import balanced
-from tilewise.tools.cli import app
-from tilewise.tools.cli.mask import as_blocks, as_signs
-from tilewise.tools.cli.mask import mask as draw_mask
-from tilewise.tools.mask_report import figures
-from tilewise.tools.mask_report.figures import (
+from tilewise_tools.cli import app
+from tilewise_tools.cli.mask import as_blocks, as_signs
+from tilewise_tools.cli.mask import mask as draw_mask
+from tilewise_tools.mask_report import figures
+from tilewise_tools.mask_report.figures import (
     MaskCase,
     imbalance,
 )
-from tilewise.tools.mask_report.named import drawn
-from tilewise.tools.mask_report.view import view
+from tilewise_tools.mask_report.named import drawn
+from tilewise_tools.mask_report.view import view
 
 SMALL = ("--num-tokens", "1000", "--world-size", "3")
 CASE = MaskCase(4, 1000, 4, 2, 16)

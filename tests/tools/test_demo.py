@@ -10,8 +10,8 @@ import torch
 
 import tilewise as tw
 from tilewise.expressions import STRATEGIES
-from tilewise.tools import demo
 from tilewise.transport.processes import START_SECONDS, RankError, gather_yields, run_ranks
+from tilewise_tools import demo
 
 
 @pytest.mark.parametrize("world_size", [1, 3, pytest.param(4, marks=pytest.mark.slow)])

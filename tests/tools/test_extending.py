@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 import tilewise as tw
 from tilewise.kernels.self_check import check_kernel
-from tilewise.tools.bench.grid import contenders_of
-from tilewise.tools.bench.our_strategies import STRATEGIES
-from tilewise.tools.cli import app
-from tilewise.tools.outside import load
+from tilewise_tools.bench.grid import contenders_of
+from tilewise_tools.bench.our_strategies import STRATEGIES
+from tilewise_tools.cli import app
+from tilewise_tools.outside import load
 
 PAGE = blocks((ROOT / "docs" / "extending.md").read_text())
 FILES = {

@@ -12,11 +12,11 @@ from support.report_pages import many_rows, subject, write_rows
 from typer.testing import CliRunner, Result
 
 import tilewise as tw
-from tilewise.tools.cli import app
-from tilewise.tools.doctor import EXTRAS, MissingExtraError, require
-from tilewise.tools.mask_report.view import draw, view
-from tilewise.tools.report.page import written
-from tilewise.tools.report.plan_report import page_of
+from tilewise_tools.cli import app
+from tilewise_tools.doctor import EXTRAS, MissingExtraError, require
+from tilewise_tools.mask_report.view import draw, view
+from tilewise_tools.report.page import written
+from tilewise_tools.report.plan_report import page_of
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALL = "pip install 'tilewise[report]'"

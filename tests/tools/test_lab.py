@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tilewise.tools.lab import Lab, LabError, clean, site
-from tilewise.tools.lab.lab import RECORDS
-from tilewise.tools.lab.site import missing
 from tilewise.transport.nodes import host_digest
 from tilewise.transport.processes import RankError
+from tilewise_tools.lab import Lab, LabError, clean, site
+from tilewise_tools.lab.lab import RECORDS
+from tilewise_tools.lab.site import missing
 
 REASON = missing()
 needs_lab = pytest.mark.skipif(REASON is not None, reason=f"no network lab: {REASON}")
@@ -120,7 +120,7 @@ def test_a_rank_that_dies_holds_nobody_up():
 
 KILLED = """
 import os, signal, sys
-from tilewise.tools.lab import Lab
+from tilewise_tools.lab import Lab
 with Lab(2) as lab:
     print(lab.site.name, flush=True)
     if sys.argv[1] == "kill":

@@ -11,13 +11,13 @@ from processes.launcher import run_processes
 from typer.testing import CliRunner
 
 import tilewise as tw
-from tilewise.tools.bench.case import LAYOUTS, BenchCase, LabNetwork, Timing
-from tilewise.tools.bench.our_strategies import strategy
-from tilewise.tools.bench.worlds import world_on
-from tilewise.tools.cli import app
-from tilewise.tools.lab.comparison import ContestRow, compete, nic_bytes
-from tilewise.tools.lab.rate_limited import Nics, RateLimited, nics
-from tilewise.tools.lab.site import missing
+from tilewise_tools.bench.case import LAYOUTS, BenchCase, LabNetwork, Timing
+from tilewise_tools.bench.our_strategies import strategy
+from tilewise_tools.bench.worlds import world_on
+from tilewise_tools.cli import app
+from tilewise_tools.lab.comparison import ContestRow, compete, nic_bytes
+from tilewise_tools.lab.rate_limited import Nics, RateLimited, nics
+from tilewise_tools.lab.site import missing
 
 REASON = missing()
 needs_lab = pytest.mark.skipif(REASON is not None, reason=f"no network lab: {REASON}")

@@ -7,7 +7,7 @@ import pytest
 from matplotlib import image
 
 import tilewise as tw
-from tilewise.tools.mask_report.view import colours, draw, owner_of_tokens, painted, view
+from tilewise_tools.mask_report.view import colours, draw, owner_of_tokens, painted, view
 
 
 def test_cells_are_the_allowed_share_of_their_pairs():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tilewise.tools.cli import app
+from tilewise_tools.cli import app
 
 ZOO = Path(__file__).parents[1] / "verification" / "zoo.py"
 FILE = """

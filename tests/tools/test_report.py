@@ -10,13 +10,13 @@ import pytest
 from support.report_pages import MACHINE, subject
 
 import tilewise as tw
-from tilewise.tools.report import plan_charts
-from tilewise.tools.report.drawing import log_axis
-from tilewise.tools.report.page import Figure, Page, written
-from tilewise.tools.report.plan_report import page_of
-from tilewise.tools.report.studies import Studies, StudyEntry
-from tilewise.tools.report.timeline import timeline
-from tilewise.tools.report.words import count, in_words, mask_words, quantity, times
+from tilewise_tools.report import plan_charts
+from tilewise_tools.report.drawing import log_axis
+from tilewise_tools.report.page import Figure, Page, written
+from tilewise_tools.report.plan_report import page_of
+from tilewise_tools.report.studies import Studies, StudyEntry
+from tilewise_tools.report.timeline import timeline
+from tilewise_tools.report.words import count, in_words, mask_words, quantity, times
 
 VOID = {"meta", "link", "img", "br"}
 

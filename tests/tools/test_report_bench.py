@@ -15,8 +15,8 @@ from support.report_pages import hostile_pages, many_rows, row, write_rows
 
 import tilewise as tw
 from benchmarks.longca import read_csv
-from tilewise.tools.report.bench_cases import cases, described, facets, slowdowns
-from tilewise.tools.report.bench_charts import (
+from tilewise_tools.report.bench_cases import cases, described, facets, slowdowns
+from tilewise_tools.report.bench_charts import (
     memory,
     predictions,
     speeds,
@@ -24,8 +24,8 @@ from tilewise.tools.report.bench_charts import (
     waiting,
     winners,
 )
-from tilewise.tools.report.bench_report import page_of, read_rows, write_csv
-from tilewise.tools.report.page import Figure, Page, written
+from tilewise_tools.report.bench_report import page_of, read_rows, write_csv
+from tilewise_tools.report.page import Figure, Page, written
 
 DISTRIBUTED = "baseline,masktype,world_size,wd,ulysses,ring,mean_tflops,mean_peak_mems\n"
 

@@ -8,9 +8,9 @@ import pytest
 from support.report_pages import browser, chromium, hostile_pages, many_rows, subject, write_rows
 
 import tilewise as tw
-from tilewise.tools.report.bench_report import page_of, read_rows
-from tilewise.tools.report.page import written
-from tilewise.tools.report.plan_report import page_of as page_of_plan
+from tilewise_tools.report.bench_report import page_of, read_rows
+from tilewise_tools.report.page import written
+from tilewise_tools.report.plan_report import page_of as page_of_plan
 
 pytestmark = [
     pytest.mark.browser,

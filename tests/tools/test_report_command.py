@@ -11,9 +11,9 @@ from support.report_pages import MACHINE, many_rows, row, write_rows
 from typer.testing import CliRunner
 
 import tilewise as tw
-from tilewise.tools.bench.case import BenchCase
-from tilewise.tools.bench.our_strategies import strategy
-from tilewise.tools.cli import app
+from tilewise_tools.bench.case import BenchCase
+from tilewise_tools.bench.our_strategies import strategy
+from tilewise_tools.cli import app
 
 
 def run(*words: str | Path) -> tuple[int, str]:

@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 import tilewise as tw
 from tilewise.expressions import read_wire
-from tilewise.tools.bench.case import KINDS, BenchCase, LabNetwork
-from tilewise.tools.bench.contender import Facts
-from tilewise.tools.bench.grid import entered, read_cases
-from tilewise.tools.bench.measure import Figures
-from tilewise.tools.bench.our_strategies import strategy
-from tilewise.tools.cli import app
-from tilewise.tools.lab.comparison import rows_of
+from tilewise_tools.bench.case import KINDS, BenchCase, LabNetwork
+from tilewise_tools.bench.contender import Facts
+from tilewise_tools.bench.grid import entered, read_cases
+from tilewise_tools.bench.measure import Figures
+from tilewise_tools.bench.our_strategies import strategy
+from tilewise_tools.cli import app
+from tilewise_tools.lab.comparison import rows_of
 
 Float8, Wires, Plain = tw.wire.Float8, tw.wire.Wires, tw.wire.Plain
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise as tw
-from tilewise.verification.causes import CAUSES, RULES
+from tilewise_verify.causes import CAUSES, RULES
 
 T, HEADS, KV_HEADS, DIM = 48, 4, 2, 16
 SIZES = {"num_tokens": T, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}

@@ -17,9 +17,9 @@ from verification.state_zoo import STATE_CASES
 from verification.zoo import CASES, EDGES, VARIANTS, WINDOW, Settings, T, joint, made, share
 
 import tilewise as tw
-from tilewise.verification.causes import CAUSES
-from tilewise.verification.comparison import matched_positions
-from tilewise.verification.records import Record
+from tilewise_verify.causes import CAUSES
+from tilewise_verify.comparison import matched_positions
+from tilewise_verify.records import Record
 
 
 @pytest.mark.parametrize("case", thinned(CASES), ids=lambda case: f"{case.fault} in {case.layer}")

@@ -26,8 +26,8 @@ from support.diffusers_models import (
 
 import tilewise as tw
 from tilewise.integrations.diffusers import enable_parallelism
-from tilewise.integrations.diffusers_internals import processors
-from tilewise.verification.image_models import image_share
+from tilewise.integrations.diffusers.internals import processors
+from tilewise_verify.image_models import image_share
 
 
 def made(make: Any) -> Any:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilewise as tw
-from tilewise.verification import diagnosis, parity
-from tilewise.verification.comparison import Comparison
-from tilewise.verification.records import Record
+from tilewise_verify import diagnosis, parity
+from tilewise_verify.comparison import Comparison
+from tilewise_verify.records import Record
 
 T, HEADS, DIM = 48, 4, 8
 WIDTH = HEADS * DIM

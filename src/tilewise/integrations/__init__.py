@@ -1,4 +1,6 @@
 """Tilewise inside other libraries, each module imported only by the one who asks for it.
 
-hf and the files named after it: models of transformers; data and documents: packed batches.
+transformers: models and Trainers. diffusers: pictures and videos. data: packed batches. slots:
+modules that stand where another library's stood. Files beside these folders are the paths by which
+programs import them.
 """

@@ -2,13 +2,13 @@
 
 import torch
 
+import tilewise as tw
 from tilewise.execution.validation import MOST_SEEDS
 from tilewise.transport.agreement import agree_on_largest
 from tilewise.transport.loopback import LoopbackGroup
-from tilewise.transport.resolve import Group, transport_for
 
 
-def drawn_seed(group: Group) -> int:
+def drawn_seed(group: tw.transport.Group) -> int:
     """This rank's draw from torch's CPU generator, 0 on all but rank 0 of a loopback.
 
     Ranks of a loopback share the generator: rank 0 alone draws.
@@ -18,12 +18,12 @@ def drawn_seed(group: Group) -> int:
     return int(torch.randint(MOST_SEEDS, (), device="cpu"))
 
 
-def agreed_seed(group: Group, drawn: int | None = None) -> int:
+def agreed_seed(group: tw.transport.Group, drawn: int | None = None) -> int:
     """Rank 0's draw on every rank of the group, which all call it.
 
     Args:
         drawn: this rank's `drawn_seed`; None: it draws here.
     """
     drawn = drawn_seed(group) if drawn is None else drawn
-    transport = transport_for(group)
+    transport = tw.transport.transport_for(group)
     return agree_on_largest(transport, "dropout seed", 0 if transport.rank else drawn)

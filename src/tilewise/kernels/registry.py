@@ -3,8 +3,9 @@
 import inspect
 import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
+from importlib import import_module
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -12,34 +13,26 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.arguments import checks_arguments, require_known
-from tilewise.kernels.flash_attn import FlashAttn2, FlashAttn3
-from tilewise.kernels.flash_attn_4 import FlashAttn4
-from tilewise.kernels.flashinfer import FlashInfer
-from tilewise.kernels.flex import Flex
 from tilewise.kernels.protocol import Kernel
-from tilewise.kernels.reference import Reference
-from tilewise.kernels.torch_cpu import CpuFlash
-from tilewise.kernels.torch_flash import CudaFlash
-from tilewise.kernels.torch_sdpa import CudnnSdpa, EfficientSdpa
-from tilewise.kernels.triton.kernel import DeterministicTritonSlices, TritonSlices
 from tilewise.masks.base import Causal, Full, Mask
 
-PROVIDERS: Mapping[str, Callable[[], Kernel]] = MappingProxyType(
+PROVIDERS: Mapping[str, str] = MappingProxyType(
     {
-        "cpu": CpuFlash,
-        "cuda": CudaFlash,
-        "triton": TritonSlices,
-        "triton_deterministic": DeterministicTritonSlices,
-        "cudnn": CudnnSdpa,
-        "efficient": EfficientSdpa,
-        "flex": Flex,
-        "flash_attn": FlashAttn2,
-        "flash_attn_3": FlashAttn3,
-        "flash_attn_4": FlashAttn4,
-        "flashinfer": FlashInfer,
-        "reference": Reference,
+        "cpu": "torch_cpu.CpuFlash",
+        "cuda": "torch_flash.CudaFlash",
+        "triton": "triton.kernel.TritonSlices",
+        "triton_deterministic": "triton.kernel.DeterministicTritonSlices",
+        "cudnn": "torch_sdpa.CudnnSdpa",
+        "efficient": "torch_sdpa.EfficientSdpa",
+        "flex": "flex.Flex",
+        "flash_attn": "flash_attn.FlashAttn2",
+        "flash_attn_3": "flash_attn.FlashAttn3",
+        "flash_attn_4": "flash_attn_4.FlashAttn4",
+        "flashinfer": "flashinfer.FlashInfer",
+        "reference": "reference.Reference",
     }
 )
+"""The class of each kernel, below tilewise.kernels. It is imported when it is first asked for."""
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256, 512)
 PROTOCOL = ("name", "square_causal", "whole_tile", "supports", "forward", "backward")
@@ -53,7 +46,8 @@ def kernel_named(name: str) -> Kernel:
         ValueError: with the names that are known.
     """
     require_known("kernel", name, PROVIDERS)
-    return PROVIDERS[name]()
+    module, _, class_name = PROVIDERS[name].rpartition(".")
+    return getattr(import_module(f"tilewise.kernels.{module}"), class_name)()
 
 
 def given_kernel(kernel: Kernel | str) -> Kernel:

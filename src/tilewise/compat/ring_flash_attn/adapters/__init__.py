@@ -1,9 +1,0 @@
-"""ring-flash-attn's adapters of other libraries' models."""
-
-from tilewise.compat.ring_flash_attn.adapters import hf_adapter as hf_adapter
-from tilewise.compat.ring_flash_attn.adapters.hf_adapter import (
-    substitute_hf_flash_attn,
-    update_ring_flash_attn_params,
-)
-
-__all__ = ["substitute_hf_flash_attn", "update_ring_flash_attn_params"]

@@ -1,0 +1,1 @@
+"""Modules with another library's names and signatures, each to stand where its own was."""

@@ -1,0 +1,467 @@
+"""Private names of transformers, accelerate and TRL, all in this file.
+
+The ranks that share a row count as one where rows are counted: gathering takes each row once,
+num_processes is the number of data-parallel ranks, and seeds of workers and shares of a list go by
+the row. process_index stays the rank, by which accelerate, transformers and scripts choose the one
+that writes a file, and name files. transformers 5.23, accelerate 1.15 and TRL 1.16 ask for this in
+several places, which are replaced here, for an Accelerator whose ParallelismConfig is ours alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tilewise.integrations.transformers.check import models_inside
+from tilewise.integrations.transformers.forward import split_forward, whole_logits
+
+RUN = frozenset(("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"))
+INSTEAD = MappingProxyType(
+    {
+        "Seq2SeqTrainer": "models with an encoder and a decoder have cross attention; use Trainer "
+        "with a decoder alone",
+        "RewardTrainer": "a reward is read from a row's last token; train it with cp_size=1, or "
+        "use DPOTrainer, which needs no reward model",
+    }
+)
+OTHERWISE = "use Trainer or TRL's trainers for SFT, DPO, KTO, GRPO or RLOO, or set cp_size=1"
+
+
+def split_size() -> int:
+    """Ranks that share a row, of the Accelerator of this process; 1 if it does not split."""
+    from accelerate.state import AcceleratorState
+
+    config = AcceleratorState._shared_state.get("parallelism_config")
+    return size_of(config)
+
+
+def size_of(config: Any) -> int:
+    """Ranks that share a row by a ParallelismConfig; 1 if it is not ours."""
+    return config.row_ranks if getattr(config, "splits_forward", False) else 1
+
+
+class SplitAccelerator:
+    """The methods that an Accelerator of ours has in place of its own.
+
+    Attributes:
+        deals_to_ranks: while data loaders are dealt out: num_processes counts all ranks, of which
+            accelerate takes those of one row together by its mesh.
+        cuts_rows: while TRL cuts a row's share out of what was gathered: process_index is the row.
+    """
+
+    deals_to_ranks = False
+    cuts_rows = False
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks that have rows of their own; for functions that save and load FSDP, all ranks."""
+        all_ranks = super().num_processes  # type: ignore[misc]
+        saves = sys._getframe(1).f_globals.get("__name__") == "accelerate.utils.fsdp_utils"
+        return all_ranks if self.deals_to_ranks or saves else all_ranks // self._row_ranks
+
+    @property
+    def process_index(self) -> int:
+        """This rank, so that one alone is 0 and writes."""
+        return super().process_index // (self._row_ranks if self.cuts_rows else 1)  # type: ignore[misc]
+
+    @property
+    def is_last_process(self) -> bool:
+        return dist.get_rank() == dist.get_world_size() - 1
+
+    @property
+    def dispatch_batches(self) -> bool:
+        """False: every rank reads for itself, and the ranks that share a row read the same."""
+        if super().dispatch_batches:  # type: ignore[misc]
+            raise ValueError(
+                "dispatch_batches (True) must be False or None: with cp_size every rank reads its "
+                "rows for itself"
+            )
+        return False
+
+    @property
+    def _row_ranks(self) -> int:
+        return size_of(self.parallelism_config)  # type: ignore[attr-defined]
+
+    def prepare(self, *args: Any, **given: Any) -> Any:
+        for model in args:
+            if isinstance(model, nn.Module):
+                self._split(model)
+        return super().prepare(*args, **given)  # type: ignore[misc]
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Split and prepare a model. One that only evaluated is prepared anew when it trains.
+
+        accelerate would return it as it is, without DDP: each rank would train by itself.
+        """
+        self._split(model)
+        if not evaluation_mode:
+            self.forget_evaluation(model)
+        evaluates = evaluation_mode and not getattr(model, "_is_accelerate_prepared", False)
+        prepared = super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[misc]
+        if evaluates:
+            model._tilewise_evaluates = True  # pyright: ignore[reportArgumentType]
+        return prepared
+
+    def forget_evaluation(self, model: nn.Module) -> bool:
+        """Undo that a model was prepared to evaluate; return False if it was not."""
+        if not vars(model).pop("_tilewise_evaluates", False):
+            return False
+        self._models: list[Any]
+        self._models = [
+            x
+            for x in self._models
+            if self.unwrap_model(x, keep_torch_compile=False) is not model  # type: ignore[attr-defined]
+        ]
+        self.unwrap_model(model, keep_fp32_wrapper=False)  # type: ignore[attr-defined]
+        model._is_accelerate_prepared = False  # pyright: ignore[reportArgumentType]
+        return True
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **given: Any) -> Any:
+        self.deals_to_ranks = True
+        try:
+            return super().prepare_data_loader(data_loader, *args, **given)  # type: ignore[misc]
+        finally:
+            self.deals_to_ranks = False
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Deal a list out to rows; the ranks that share a row get the same."""
+        with _row_state().split_between_processes(inputs, apply_padding) as share:
+            yield share
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        from accelerate.utils import operations
+
+        reduced, ranks = super().reduce(tensor, reduction, scale), self._row_ranks  # type: ignore[misc]
+        if reduction != "sum":
+            return reduced
+        return operations.recursively_apply(
+            lambda x: x / ranks if x.is_floating_point() else x // ranks, reduced
+        )
+
+    def _split(self, model: nn.Module) -> None:
+        inside = models_inside(model)
+        if len(inside) != 1:
+            names = ", ".join(type(x).__name__ for x in inside)
+            self._says_unsplit(model, f"it holds {names}" if inside else "it holds none")
+            return
+        (split_model,) = inside
+        if "SequenceClassification" in type(split_model).__name__ and not _trains(split_model):
+            return  # a reward model, which runs on whole rows
+        config = self.parallelism_config  # type: ignore[attr-defined]
+        if self.is_main_process and not hasattr(split_model, "_tilewise_rows"):  # type: ignore[attr-defined]
+            logging.getLogger("tilewise").warning(
+                "%s: each row is split over %d ranks", type(split_model).__name__, self._row_ranks
+            )
+        group = self.torch_device_mesh["cp"].get_group()  # type: ignore[attr-defined]
+        split_forward(split_model, group, config.strategy, config.reduction)
+
+    def _says_unsplit(self, model: nn.Module, reason: str) -> None:
+        if self.is_main_process and _trains(model):  # type: ignore[attr-defined]
+            warnings.warn(
+                f"{type(model).__name__} is not split: each of the {self._row_ranks} ranks that "
+                "share a row computes all of it. One model of transformers is split, by itself or "
+                f"within a module; {reason}",
+                stacklevel=4,
+            )
+
+
+def _trains(model: nn.Module) -> bool:
+    return model.training and any(x.requires_grad for x in model.parameters())
+
+
+@functools.cache
+def _split_class(of: type) -> type:
+    return type(of.__name__, (SplitAccelerator, of), {"__module__": of.__module__})
+
+
+def split_accelerator(accelerator: Any) -> None:
+    """Make an Accelerator split the models that it prepares.
+
+    Raises:
+        ValueError: for what it cannot split under.
+    """
+    kind = accelerator.distributed_type.value
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA", "TP") or (
+        kind == "FSDP" and not accelerator.is_fsdp2
+    ):
+        raise ValueError(
+            f"cp_size ({accelerator.parallelism_config.cp_size}) must be 1 under {kind}"
+            f"{' version 1' if kind == 'FSDP' else ''}; use DDP, or FSDP with fsdp_version=2"
+        )
+    if not isinstance(accelerator, SplitAccelerator):
+        accelerator.__class__ = _split_class(type(accelerator))
+
+
+class RowCount:
+    """The state of this process, with rows in place of processes."""
+
+    _shared_state: dict[str, Any]
+
+    @property
+    def num_processes(self) -> int:
+        return self._shared_state["num_processes"] // split_size()
+
+    @property
+    def process_index(self) -> int:
+        return self._shared_state["process_index"] // split_size()
+
+
+def _row_state() -> Any:
+    from accelerate.state import PartialState
+
+    return type("PartialState", (RowCount, PartialState), {})()
+
+
+@functools.cache
+def install() -> None:
+    """Replace what accelerate and transformers ask of processes, once in a process."""
+    from accelerate import scheduler
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import operations, random
+
+    class RowState(RowCount, AcceleratorState):
+        """Schedulers step, and seeds differ, by rows."""
+
+    scheduler.AcceleratorState = random.AcceleratorState = RowState
+    operations._gpu_gather = _once_a_row(operations._gpu_gather, operations)
+    operations._gpu_gather_object = _objects_once_a_row(operations._gpu_gather_object)
+    try:
+        import transformers
+    except ImportError:  # Accelerator in a loop of one's own
+        return
+    arguments: Any = transformers.TrainingArguments
+    trainer: Any = transformers.Trainer
+    rows = ("_get_train_sampler",)  # BatchRebalanceSampler deals out by itself
+    arguments.world_size = _by_row(arguments.world_size, ("__post_init__", *rows))
+    arguments.process_index = _by_row(arguments.process_index, ("_get_dataloader", *rows), least=0)
+    create = trainer.create_accelerator_and_postprocess
+    trainer.create_accelerator_and_postprocess = _with_split(create)
+    trainer._get_num_items_in_batch = _undivided(trainer._get_num_items_in_batch)
+
+
+def _once_a_row(gather: Callable[[Any], Any], operations: Any) -> Callable[[Any], Any]:
+    """accelerate's gather, without the copies that ranks of one row have."""
+
+    @functools.wraps(gather)
+    def gather_rows(tensor: Any) -> Any:
+        size, everyone = split_size(), gather(tensor)
+        if size == 1:
+            return everyone
+        ranks = dist.get_world_size()
+        return operations.recursively_apply(
+            lambda x: x.unflatten(0, (ranks // size, size, -1))[:, 0].flatten(0, 1), everyone
+        )
+
+    return gather_rows
+
+
+def _objects_once_a_row(gather: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(gather)
+    def gather_rows(objects: Any) -> Any:
+        size = split_size()
+        if size == 1:
+            return gather(objects)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, objects)
+        return [x for one in everyone[::size] for x in one]
+
+    return gather_rows
+
+
+def _by_row(number: property, callers: tuple[str, ...], least: int = 1) -> property:
+    """A number of TrainingArguments, which some functions of transformers ask for by row.
+
+    Args:
+        number: world_size or process_index: of all processes, for who writes and names files.
+        callers: __post_init__ divides GRPO's generation_batch_size by world_size, _get_dataloader
+            seeds workers by process_index.
+    """
+    of_processes: Any = number.fget
+
+    def of_arguments(self: Any) -> int:
+        size = size_of(self.parallelism_config)
+        if size > 1 and sys._getframe(1).f_code.co_name in callers:
+            return max(least, of_processes(self) // size)
+        return of_processes(self)
+
+    return property(of_arguments)
+
+
+def _undivided(count: Callable[..., Any]) -> Callable[..., Any]:
+    """num_items_in_batch, which the Trainer divides by cp_size (in transformers 5.0 rounding down);
+    gathering took each row once.
+    """
+
+    @functools.wraps(count)
+    def count_once(self: Any, *args: Any, **given: Any) -> Any:
+        config: Any = getattr(self.accelerator, "parallelism_config", None)
+        if size_of(config) == 1:
+            return count(self, *args, **given)
+        size, config.cp_size = config.cp_size, 1
+        try:
+            return count(self, *args, **given)
+        finally:
+            config.cp_size = size
+
+    return count_once
+
+
+def _with_split(create: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(create)
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        create(self)
+        size = size_of(getattr(self.accelerator, "parallelism_config", None))
+        if size > 1:
+            count_completions(self.args, size)
+            error = refused_trainer(self) or refused_completions(self.args, self.accelerator)
+            if error:
+                raise ValueError(error)
+            _adapt(self)
+
+    return create_accelerator_and_postprocess
+
+
+def refused_trainer(trainer: Any) -> str | None:
+    """Why a Trainer cannot split its rows, and what to use instead; None if it can."""
+    args = trainer.args
+    for of in type(trainer).__mro__:
+        package = of.__module__.split(".")[0]
+        if package == "trl" and of.__name__.endswith("Trainer") and not of.__name__.startswith("_"):
+            if of.__name__ not in RUN or "experimental" in of.__module__:
+                return f"{of.__name__} cannot split its rows: {INSTEAD.get(of.__name__, OTHERWISE)}"
+            break
+        if of.__name__ in INSTEAD:
+            return f"{of.__name__} cannot split its rows: {INSTEAD[of.__name__]}"
+    settings = (
+        ("use_liger_kernel", "it computes the loss of this rank's tokens; leave it out"),
+        ("neftune_noise_alpha", "its noise depends on the rows that a rank has; leave it out"),
+        ("deepspeed", "use DDP, or FSDP with fsdp_version=2"),
+    )
+    for name, advice in settings:
+        if getattr(args, name, None):
+            return f"{name} ({getattr(args, name)}) cannot be honoured with cp_size: {advice}"
+    if getattr(args, "n_gpu", 1) > 1:
+        return "one process drives several GPUs: start one for each, by torchrun or accelerate"
+    return None
+
+
+def count_completions(args: Any, size: int) -> None:
+    """Correct generation_batch_size of GRPO and RLOO if it was computed before rows were split."""
+    steps = getattr(args, "steps_per_generation", None)
+    if steps is not None:
+        of_all = args.per_device_train_batch_size * args.world_size * steps
+        if args.generation_batch_size == of_all:
+            args.generation_batch_size = of_all // size
+
+
+def refused_completions(args: Any, accelerator: Any) -> str | None:
+    """Why GRPO or RLOO cannot generate; None if it can, and for other trainers.
+
+    Their configurations check this when they are made, which may be before rows are split.
+    """
+    if getattr(args, "use_vllm", False):
+        return (
+            "use_vllm (True) cannot be honoured with cp_size: completions are generated by the "
+            "model itself, on whole rows; leave it out"
+        )
+    group, rows = getattr(args, "num_generations", None), accelerator.num_processes
+    if group is None or args.generation_batch_size % group == 0:
+        return None
+    return (
+        f"num_generations ({group}) must divide the {args.generation_batch_size} completions of "
+        f"per_device_train_batch_size ({args.per_device_train_batch_size}) on {rows} ranks with "
+        f"rows of their own, steps_per_generation ({args.steps_per_generation}) times"
+    )
+
+
+def _adapt(trainer: Any) -> None:
+    """Give a Trainer logits where it asks for them, and completions that ranks of a row share."""
+    predict = trainer.prediction_step
+
+    @functools.wraps(predict)
+    def prediction_step(
+        model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **given: Any
+    ) -> Any:
+        with whole_logits(not prediction_loss_only):
+            return predict(model, inputs, prediction_loss_only, *args, **given)
+
+    trainer.prediction_step = prediction_step
+    train = trainer.train
+
+    @functools.wraps(train)
+    def train_anew(*args: Any, **given: Any) -> Any:
+        if trainer.accelerator.forget_evaluation(trainer.model):
+            trainer.model_wrapped = trainer.model  # where evaluation compiled it
+        return train(*args, **given)
+
+    trainer.train = train_anew
+    if hasattr(trainer, "_generate_and_score_completions"):
+        complete = trainer._generate_and_score_completions
+
+        @functools.wraps(complete)
+        def completions(*args: Any, **given: Any) -> Any:
+            accelerator = trainer.accelerator
+            group = accelerator.torch_device_mesh["cp"].get_group()
+            _share_random_state(group)
+            accelerator.cuts_rows = True
+            try:
+                made = from_first_rank(complete(*args, **given), group)
+            finally:
+                accelerator.cuts_rows = False
+            _share_random_state(group)  # TRL shuffles them next
+            return made
+
+        trainer._generate_and_score_completions = completions
+
+
+def _share_random_state(group: Any) -> None:
+    """Every rank of a group goes on with the random numbers of its first."""
+    import random
+
+    import numpy as np
+
+    state: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+    if torch.cuda.is_available():
+        state.append(torch.cuda.get_rng_state())
+    dist.broadcast_object_list(state, dist.get_global_rank(group, 0), group=group)
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state[3])
+
+
+def from_first_rank(values: dict[str, Any], group: Any) -> dict[str, Any]:
+    """The values of a group's first rank, on all of them: others may have been sampled otherwise.
+
+    Args:
+        values: tensors, of shapes of its own on each rank, and what else pickles, by name.
+    """
+    first = dist.get_global_rank(group, 0)
+    described: list[Any] = [
+        {name: (x.shape, x.dtype) if isinstance(x, Tensor) else x for name, x in values.items()}
+    ]
+    dist.broadcast_object_list(described, first, group=group)
+    device = next(x.device for x in values.values() if isinstance(x, Tensor))
+    made: dict[str, Any] = {}
+    for name, x in described[0].items():
+        if isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], torch.dtype):
+            mine = values[name].contiguous() if dist.get_rank() == first else None
+            mine = torch.empty(x[0], dtype=x[1], device=device) if mine is None else mine  # type: ignore[call-overload]
+            dist.broadcast(mine, first, group=group)
+            x = mine
+        made[name] = x
+    return made

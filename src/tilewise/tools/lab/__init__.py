@@ -1,7 +1,0 @@
-"""The network lab: hosts as network namespaces on one machine, with NICs of a chosen speed."""
-
-from tilewise.tools.lab.lab import Lab as Lab
-from tilewise.tools.lab.lab import clean as clean
-from tilewise.tools.lab.site import LabError as LabError
-from tilewise.tools.lab.site import NicTraffic as NicTraffic
-from tilewise.tools.lab.site import Site as Site

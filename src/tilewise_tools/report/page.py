@@ -1,0 +1,172 @@
+"""One page in one file: words, tables and figures, with the script that draws them inside.
+
+It asks no network for anything, and forbids it to itself.
+"""
+
+import json
+from base64 import b64encode
+from hashlib import sha256
+from html import escape
+from importlib.metadata import version
+from importlib.resources import files
+from string import Template
+from typing import NamedTuple
+
+from tilewise_tools.doctor import require
+from tilewise_tools.report.drawing import SERIES, Drawing, as_texts
+from tilewise_tools.report.words import NOTHING
+
+
+class Fact(NamedTuple):
+    """A number of the page's head: what, how much, and what that means."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+class TextTable(NamedTuple):
+    """Texts in columns."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class Figure(NamedTuple):
+    """A drawing with its words.
+
+    Attributes:
+        jumps: parts of the horizontal axis to zoom in on, by name.
+    """
+
+    name: str  # of its place on the page, and of the PNG that the page saves
+    title: str
+    caption: str  # what to see in it; read out where it cannot be seen
+    drawing: Drawing
+    rows: TextTable | None = None  # what it was drawn from
+    jumps: tuple[tuple[str, float, float], ...] = ()
+
+
+class Section(NamedTuple):
+    """A part of the page."""
+
+    name: str
+    title: str
+    intro: str = ""  # sentences before the figures
+    figures: tuple[Figure, ...] = ()  # side by side where there is room and narrow is set
+    table: TextTable | None = None  # shown as it is
+    narrow: bool = False
+    picture: str = ""  # SVG, shown as it is
+
+
+class Page(NamedTuple):
+    """All that a page says."""
+
+    kind: str  # what sort of report it is, above the title
+    title: str
+    lead: str
+    facts: tuple[Fact, ...]
+    sections: tuple[Section, ...]
+    notice: str = ""  # something to know first, such as lost rows
+
+
+def written(page: Page) -> str:
+    """The page as HTML, plotly's script embedded once."""
+    require("plotly", "a report's page")
+    from plotly.offline import get_plotlyjs
+
+    scripts = {"plotly": get_plotlyjs().replace("\r\n", "\n"), "script": _resource("page.js")}
+    return Template(_resource("page.html")).substitute(
+        kind=escape(page.kind),
+        title=escape(page.title),
+        lead=escape(page.lead),
+        notice=page.notice and f'<p class="notice" role="note">{escape(page.notice)}</p>',
+        facts="".join(map(_fact, page.facts)),
+        links="".join(f'<a href="#{escape(s.name)}">{escape(s.title)}</a>' for s in page.sections),
+        sections="\n".join(map(_section, page.sections)),
+        version=version("tilewise"),
+        dark=_json(dict(SERIES)),
+        css=_resource("page.css"),
+        hashes=" ".join(map(_hash, scripts.values())),
+        **scripts,
+    )
+
+
+def _hash(script: str) -> str:
+    """The source of a Content-Security-Policy that is this very script."""
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+def _resource(name: str) -> str:
+    return files("tilewise_tools.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _json(value: object) -> str:
+    """JSON that may stand in a script element."""
+    from plotly.utils import PlotlyJSONEncoder
+
+    text = json.dumps(value, cls=PlotlyJSONEncoder, separators=(",", ":"))
+    return text.replace("</", "<\\/").replace("<!--", "<\\!--")
+
+
+def _fact(fact: Fact) -> str:
+    note = f'<dd class="small">{escape(fact.note)}</dd>' if fact.note else ""
+    return f"<div><dt>{escape(fact.name)}</dt><dd>{escape(fact.value)}</dd>{note}</div>"
+
+
+def _section(section: Section) -> str:
+    parts = [f'<section id="{escape(section.name)}"><h2>{escape(section.title)}</h2>']
+    if section.intro:
+        parts.append(f"<p>{escape(section.intro)}</p>")
+    if section.table:
+        parts.append(f'<div class="card"><div class="scroll">{_table(section.table)}</div></div>')
+    if section.picture:
+        parts.append(f'<div class="card">{section.picture}</div>')
+    if section.figures:
+        inside = "".join(map(_figure, section.figures))
+        parts.append(f'<div class="figures{" narrow" * section.narrow}">{inside}</div>')
+    return "".join([*parts, "</section>"])
+
+
+def _figure(figure: Figure) -> str:
+    from plotly.graph_objects import Figure as PlotlyFigure
+
+    data, layout, height, width = figure.drawing
+    # plotly packs arrays and refuses words it does not know; page.js has the template
+    words = as_texts({"data": data, "layout": layout | {"template": "none"}})
+    drawn = PlotlyFigure(words).to_plotly_json()
+    size = f' data-height={height} style="height:{height}px;min-width:{width}px"' if height else ""
+    jumps = "".join(
+        f'<button type="button" data-figure="{escape(figure.name)}" data-from="{start!r}" '
+        f'data-to="{stop!r}">{escape(name)}</button>'
+        for name, start, stop in figure.jumps
+    )
+    jumps = jumps and f'<div class="jumps">{jumps}</div>'
+    rows = figure.rows and f'<div class="scroll">{_table(figure.rows)}</div>'
+    return (
+        f"<figure><h3>{escape(figure.title)}</h3><figcaption>{escape(figure.caption)}</figcaption>"
+        f'{jumps}<div class="wide"><script type="application/json">{_json(drawn)}</script>'
+        f'<div class="plot{"" if height else " square"}" id="{escape(figure.name)}" role="img" '
+        f'aria-label="{escape(f"{figure.title}. {figure.caption}")}"'
+        f"{' data-zoom=yes' * bool(jumps)}{size}></div></div>"
+        + (f"<details><summary>Numbers</summary>{rows}</details>" if rows else "")
+        + "</figure>"
+    )
+
+
+def _table(table: TextTable) -> str:
+    right = [all(map(_is_number, column)) for column in zip(*table.rows, strict=True)]
+
+    def line(cells: tuple[str, ...], tag: str) -> str:
+        return "".join(
+            f"<{tag}{' class=number' * number}>{escape(cell)}</{tag}>"
+            for cell, number in zip(cells, right or [False] * len(cells), strict=True)
+        )
+
+    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in table.rows)
+    return f"<table><thead><tr>{line(table.header, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _is_number(cell: str) -> bool:
+    return not cell or cell[0].isdigit() or cell[0] in f"{NOTHING}-+"
