@@ -15,7 +15,6 @@ import torch
 
 import tilewise as tw
 
-
 HEADS, HEAD_DIM = 8, 64
 
 
