@@ -24,6 +24,7 @@ from tilewise.integrations.hf_check import (
     refused_loss,
     registered,
 )
+from tilewise.integrations.hf_forward import unsplit
 from tilewise.integrations.hf_labels import refuse_wrong_losses
 from tilewise.integrations.hf_plan import choose_layouts, may_choose, measured_work, work_to_plan
 from tilewise.integrations.hf_proof import is_masked
@@ -40,6 +41,7 @@ __all__ = [
     "shard",
     "trainer_args",
     "unshard",
+    "unsplit",
 ]
 
 Model = TypeVar("Model", bound=nn.Module)

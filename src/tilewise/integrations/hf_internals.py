@@ -161,7 +161,7 @@ class SplitAccelerator:
         if "SequenceClassification" in type(split_model).__name__ and not _trains(split_model):
             return  # a reward model, which runs on whole rows
         config = self.parallelism_config  # type: ignore[attr-defined]
-        if self.is_main_process and not hasattr(split_model, "_tilewise_rows"):  # type: ignore[attr-defined]
+        if self.is_main_process and getattr(split_model, "_tilewise_rows", None) is None:  # type: ignore[attr-defined]
             logging.getLogger("tilewise").warning(
                 "%s: each row is split over %d ranks", type(split_model).__name__, self._row_ranks
             )
