@@ -24,6 +24,7 @@ from tilewise.integrations.hf_check import (
     refused_loss,
     registered,
 )
+from tilewise.integrations.hf_dropout import drop_by_position
 from tilewise.integrations.hf_forward import unsplit
 from tilewise.integrations.hf_labels import refuse_wrong_losses
 from tilewise.integrations.hf_plan import choose_layouts, may_choose, measured_work, work_to_plan
@@ -76,6 +77,7 @@ def parallelize(model: Model, cp: ContextParallel, name: str = "tilewise") -> Mo
     refuse_new_adapters(model, cp.group)
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
         refuse_wrong_losses(called, cp, masked=is_masked(type(base)), loss_refusal=loss_refusal)
+        drop_by_position(called, cp)
     return model
 
 

@@ -19,6 +19,7 @@ from tilewise.integrations.hf_saved import (
     NotSaved,
     Shared,
     is_split,
+    not_compiled,
     use_split_attention,
 )
 from tilewise.integrations.hf_states import (
@@ -140,7 +141,7 @@ class _Tried(NotSaved):
         self.ranks, self.configs = ranks, configs
 
 
-@torch.compiler.disable
+@not_compiled
 def _check_new_adapters(called: Any, _: Any) -> None:
     if not is_split(called):
         return

@@ -34,11 +34,18 @@ from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED
 from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
 from tilewise.integrations.hf_check import base_model, refuse_new_adapters, refused_loss
+from tilewise.integrations.hf_dropout import rows_dropped
 from tilewise.integrations.hf_labels import given_labels
 from tilewise.integrations.hf_plan import choose_layouts, may_choose, work_to_plan
 from tilewise.integrations.hf_proof import is_masked
 from tilewise.integrations.hf_rope import RopeLengths
-from tilewise.integrations.hf_saved import Shared, is_split, use_split_attention, whole_attention
+from tilewise.integrations.hf_saved import (
+    Shared,
+    is_split,
+    not_compiled,
+    use_split_attention,
+    whole_attention,
+)
 from tilewise.integrations.hf_states import (
     CACHES,
     StateLayers,
@@ -515,7 +522,7 @@ def _runs_unsplit(given: Mapping[str, Any]) -> bool:
     return bool(cached or given.get("use_cache"))
 
 
-@torch.compiler.disable
+@not_compiled
 def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     if not is_split(module):
         _state.calls.append(None)
@@ -529,6 +536,7 @@ def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     stack = ExitStack()
     _state.calls.append((call, stack))
     _state.call = call
+    stack.enter_context(rows_dropped(module, call.cp))
     states: StateLayers | None = getattr(module, "_tilewise_states", None)
     if states is not None:
         mask = stack.enter_context(split_call(states, call.cp, call.rows.cu_seqlens))
@@ -537,7 +545,7 @@ def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     return (), inputs
 
 
-@torch.compiler.disable
+@not_compiled
 def _after(module: Any, args: Any, given: Any, result: Any) -> Any:
     entry = _state.calls.pop() if _state.calls else None
     if entry is None:

@@ -8,11 +8,20 @@ nothing in others, so nothing reads the facts of a model that was unpickled.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def not_compiled(hook: Hook) -> Hook:
+    """Keep a hook out of compiled code: torch.compiler.disable, as a decorator with types."""
+    disabled: Any = torch.compiler.disable(hook)
+    return disabled
 
 
 class NotSaved:

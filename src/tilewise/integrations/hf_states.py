@@ -28,7 +28,7 @@ from tilewise.context_parallel import ContextParallel
 from tilewise.integrations import state_rules
 from tilewise.integrations.hf_attention import LayerMask, refuse, refused_rows
 from tilewise.integrations.hf_masks import PADDED, documents_of
-from tilewise.integrations.hf_saved import NotSaved
+from tilewise.integrations.hf_saved import NotSaved, not_compiled
 from tilewise.masks.base import Causal
 from tilewise.masks.tables import Slices
 from tilewise.transport.agreement import settled
@@ -341,7 +341,7 @@ def _ours(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@torch.compiler.disable
+@not_compiled
 def _before_layer(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     masks = [x for x in (*args, *given.values()) if isinstance(x, LayerMask)]
     masks = [x for x in masks if x.cu_seqlens is not None]
@@ -477,13 +477,13 @@ def _recurrence(
     return state_rules.recurrence(*split, piece, hidden_states, recurrent_gate, reset), None
 
 
-@torch.compiler.disable
+@not_compiled
 def _after(*_: Any) -> None:
     if _state.open:
         _state.open.pop().close()
 
 
-@torch.compiler.disable
+@not_compiled
 def _before_model(model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     states: StateLayers | None = model._tilewise_states
     stack = ExitStack()
