@@ -55,6 +55,7 @@ from tilewise.integrations.hf_states import (
     wire,
 )
 from tilewise.integrations.late_gather import LateGather
+from tilewise.integrations.row_functions import by_token
 from tilewise.integrations.whole_rows import PackedRows, labels_of_rows, packed
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Full
@@ -62,11 +63,12 @@ from tilewise.plan.ir import Plan
 from tilewise.plan.kept import RecentValues
 from tilewise.tokens.moves import gather_moves
 from tilewise.tokens.rows import move_rows
-from tilewise.transport.agreement import agree, settled
+from tilewise.transport.agreement import agree, agree_on_largest, settled
 from tilewise.transport.means import on_every_rank
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import transport_for
 
+Reduce = Callable[[Tensor, Any], Any]
 KEPT = 64  # lengths of batches whose layout and plan are kept
 PER_TOKEN = frozenset(  # results of each token, small enough to be whole on every rank
     ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "last_hidden_state")
@@ -160,13 +162,33 @@ def unsplit(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def whole_logits(wanted: bool = True) -> Iterator[None]:
-    """Calls with labels return the whole logits at once, and not when they are first used."""
-    before, _state.whole_logits = _state.whole_logits, wanted
+def whole_logits(wanted: bool = True, reduce: Reduce | None = None) -> Iterator[LogitsWanted]:
+    """Calls with labels return the whole logits at once, and not when they are first used.
+
+    Args:
+        reduce: of logits and labels. If it acts on each token by itself, calls return its result in
+            place of the logits, so that no rank holds these.
+    """
+    before, _state.logits = _state.logits, LogitsWanted(wanted, reduce)
     try:
-        yield
+        yield _state.logits
     finally:
-        _state.whole_logits = before
+        _state.logits = before
+
+
+@dataclass
+class LogitsWanted:
+    """The logits that calls return.
+
+    Args:
+        whole, reduce: as whole_logits takes them.
+        vocabulary: a row of logits without entries, of which a call has returned what reduce makes;
+            None: it returned logits.
+    """
+
+    whole: bool
+    reduce: Reduce | None = None
+    vocabulary: Tensor | None = None
 
 
 class _State(threading.local):
@@ -181,7 +203,7 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.call: SplitCall | None = None
         self.calls: list[tuple[SplitCall, ExitStack] | None] = []
-        self.whole_logits = False
+        self.logits = LogitsWanted(False)
 
 
 _state = _State()
@@ -357,7 +379,7 @@ class SplitForward(Shared):
             whole_labels,
             cuts_last=fused and shifted is None,
             columns=columns,
-            gathers_logits=whole_labels is None or _state.whole_logits,
+            gathers_logits=whole_labels is None or _state.logits.whole,
             as_tuple=given.get("return_dict") is False,
         )
         return call, inputs
@@ -369,9 +391,28 @@ class SplitForward(Shared):
                 f"the model returned {type(result).__name__}, not a ModelOutput: its results "
                 "cannot be told apart"
             )
-        whole = {name: self._whole(call, name, x) for name, x in result.items()}
+        reduced = self._reduced_logits(call, result)
+        whole = {
+            name: self._whole(call, name, x) if reduced is None or name != "logits" else reduced
+            for name, x in result.items()
+        }
         made = type(result)(**whole)  # pyright: ignore[reportCallIssue]
         return made.to_tuple() if call.as_tuple else made  # pyright: ignore
+
+    def _reduced_logits(self, call: SplitCall, result: Mapping[str, Any]) -> Tensor | None:
+        """What a caller makes of each token's logits, gathered, if that is known; else None."""
+        wanted, x = _state.logits, result.get("logits")
+        others = {name for name, x in result.items() if x is not None} - {"loss", "logits", *CACHES}
+        if wanted.reduce is None or x is None or others or call.columns is not None:
+            return None
+        made = by_token(wanted.reduce, x, call.whole_labels)
+        if agree_on_largest(self.transport, "logits not reduced by token", int(made is None)):
+            wanted.reduce = None
+            return None
+        assert made is not None, "so all ranks have one"
+        wanted.vocabulary = x.new_zeros((1, 1, x.shape[-1]))
+        padding = wanted.reduce(wanted.vocabulary, call.whole_labels)[0, 0]
+        return call.rows.put(_gathered(made, call.cp), padding)
 
     def _whole(self, call: SplitCall, name: str, x: Any) -> Any:
         match name:
