@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -225,6 +225,18 @@ class ContextParallel:
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """A copy of a model that holds it shares it: a process group cannot be copied."""
         return self
+
+    def __copy__(self) -> ContextParallel:
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled: its group belongs to this process. Pass cp.layout and "
+            "cp.rank to a data loader's worker, which has no group, and make a ContextParallel in "
+            "every process that has joined one"
+        )
 
     @cached_property
     def position_ids(self) -> Tensor:

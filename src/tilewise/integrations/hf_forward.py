@@ -406,12 +406,12 @@ class SplitForward(Shared):
         if wanted.reduce is None or x is None or others or call.columns is not None:
             return None
         made = by_token(wanted.reduce, x, call.whole_labels)
-        if agree_on_largest(self.transport, "logits not reduced by token", int(made is None)):
+        refused = agree_on_largest(self.transport, "logits not reduced by token", int(made is None))
+        if refused or made is None:
             wanted.reduce = None
             return None
-        assert made is not None, "so all ranks have one"
         wanted.vocabulary = x.new_zeros((1, 1, x.shape[-1]))
-        padding = wanted.reduce(wanted.vocabulary, call.whole_labels)[0, 0]
+        padding: Tensor = wanted.reduce(wanted.vocabulary, call.whole_labels)[0, 0]
         return call.rows.put(_gathered(made, call.cp), padding)
 
     def _whole(self, call: SplitCall, name: str, x: Any) -> Any:

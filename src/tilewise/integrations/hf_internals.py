@@ -253,25 +253,29 @@ def install() -> None:
 
 
 def _once_a_row(gather: Callable[[Any], Any], operations: Any) -> Callable[[Any], Any]:
-    """accelerate's gather, from one rank of each row: those of the same place in theirs."""
+    """accelerate's gather, from the first rank of each row."""
 
     @functools.wraps(gather)
     def gather_rows(tensor: Any) -> Any:
-        size = split_size()
-        if size == 1:
+        if split_size() == 1:
             return gather(tensor)
-        others = dist.get_world_size() > size
-        return operations.recursively_apply(_from_rows if others else torch.atleast_1d, tensor)
+        return operations.recursively_apply(_from_rows, tensor)
 
     return gather_rows
 
 
 def _from_rows(x: Tensor) -> Tensor:
-    """Return the tensors of all rows, one after the other."""
+    """Return the tensors of all rows, one after the other, as the first rank of each has them."""
     from accelerate.state import AcceleratorState
 
-    group = AcceleratorState().device_mesh["dp"].get_group()
+    mesh: Any = AcceleratorState().device_mesh
+    row = mesh["cp"].get_group()
     mine = torch.atleast_1d(x).contiguous()
+    mine = mine if dist.get_rank(row) == 0 else torch.empty_like(mine)
+    dist.broadcast(mine, dist.get_global_rank(row, 0), group=row)
+    if dist.get_world_size() == dist.get_world_size(row):
+        return mine
+    group = mesh["dp"].get_group()
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)
     return torch.cat(parts)
