@@ -74,7 +74,7 @@ class Cached:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return next(caches).prefill(q, k, v, chunk, plan=plan)
 
-        position_ids = torch.from_numpy(chunk.position_ids(self.group.rank))
+        position_ids = chunk.position_ids(self.group.rank)
         self.model(chunk.layout.shard(packed, self.group.rank), position_ids, attend)
 
     def decode(self, tokens: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def continued(
     packed = torch.tensor([token for prompt in prompts for token in prompt[:-1]])
     model(
         chunk.layout.shard(packed, group.rank, dim=0)[None],
-        position_ids=torch.from_numpy(chunk.position_ids(group.rank))[None],
+        position_ids=chunk.position_ids(group.rank)[None],
         prefill={"chunk": chunk, "plan": tw.ring(group.world_size)},
         **common,
     )

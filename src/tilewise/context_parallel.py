@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from tilewise.masks.base import Document, Full, Mask
 from tilewise.plan.ir import Plan
 from tilewise.strategies.ring import ring
 from tilewise.tokens.conv import causal_conv1d
+from tilewise.tokens.dropout import check_dropout, dropped
 from tilewise.tokens.gather import gather_by, gathers_in_stages
 from tilewise.tokens.gradients import GradientTerms, OwnGradients, sum_gradients
 from tilewise.tokens.joint import owned_rows
@@ -224,6 +225,18 @@ class ContextParallel:
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """A copy of a model that holds it shares it: a process group cannot be copied."""
         return self
+
+    def __copy__(self) -> ContextParallel:
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled: its group belongs to this process. Pass cp.layout and "
+            "cp.rank to a data loader's worker, which has no group, and make a ContextParallel in "
+            "every process that has joined one"
+        )
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -435,6 +448,29 @@ class ContextParallel:
 
         transport = transport_for(self.group)
         return move_rows(x, settled(transport, moves), transport, dim, fill)
+
+    def dropout(
+        self, x: Tensor, p: float, seed: int, dim: int = 0, training: bool = True
+    ) -> Tensor:
+        """Drop a share p of this rank's numbers, by the global position of each row.
+
+            x = x + cp.dropout(mlp(x), 0.1, seed=step * num_layers + layer)
+
+        The same numbers of the whole sequence are dropped on any number of ranks, under any layout,
+        in backward and in recomputation. The others grow by 1 / (1 - p). Nothing travels.
+
+        Args:
+            x: this rank's rows.
+            p: from 0 on and below 1.
+            seed: from 0 on, the same on every rank; another for each layer and step.
+            dim: of the tokens.
+            training: False: x is returned as it is.
+        Raises:
+            ValueError: the same on every rank, if one rank's arguments do not fit.
+        """
+        transport, num_rows = transport_for(self.group), self.layout.size(self.rank)
+        settled(transport, lambda: check_dropout(x, p, seed, num_rows, dim))
+        return dropped(x, p, seed, self.position_ids, dim) if training else x
 
     def _boundaries(self, cu_seqlens: Any) -> tuple[int, ...]:
         """Boundaries of documents that end where the sequence does."""

@@ -234,11 +234,11 @@ def test_passes_of_latents_take_the_bytes_that_their_workload_says(monkeypatch):
 
 @pytest.mark.parametrize("plan", [tw.ring(2), tw.all_gather(2)], ids=repr)
 def test_a_profile_shows_the_operations_in_order(plan, monkeypatch):
-    seen: dict[int, list[str]] = {}
+    seen: dict[int, list[tuple[str, str]]] = {}
 
     class Range:
-        def __init__(self, name: str):
-            seen.setdefault(threading.get_ident(), []).append(name)
+        def __init__(self, name: str, label: str):
+            seen.setdefault(threading.get_ident(), []).append((name, label))
 
         def __enter__(self) -> None:
             pass
@@ -246,17 +246,18 @@ def test_a_profile_shows_the_operations_in_order(plan, monkeypatch):
         def __exit__(self, *_: object) -> None:
             pass
 
-    def ranges(case: Case) -> tuple[list[str], list[str]]:
+    def ranges(case: Case) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         case.both_passes()
         return seen.get(threading.get_ident(), []), [
-            label
-            for backward in (False, True)
-            for label in bound_code(
-                case.problem, case.transport, case.q[:, None], backward=backward
-            ).code.labels
+            (f"tilewise {direction} {type(op).__name__.lower()}", op.label)
+            for direction in ("forward", "backward")
+            for op in bound_code(
+                case.problem, case.transport, case.q[:, None], backward=direction == "backward"
+            ).code.ops
         ]
 
     monkeypatch.setattr(run.profiler, "_is_profiler_enabled", True)
     monkeypatch.setattr(run.profiler, "record_function", Range)
     for shown, labels in on_ranks(plan, tw.zigzag(16, 2), tw.Causal(), ranges):
-        assert shown == labels and "delta" in labels
+        assert shown == labels
+        assert ("tilewise backward computedelta", "delta") in labels

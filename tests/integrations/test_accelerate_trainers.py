@@ -30,6 +30,8 @@ FEW = {
     "Trainer, accumulated, with metrics": Run(
         "trainer", args={"gradient_accumulation_steps": 2}, metrics=True
     ),
+    "Trainer, logits reduced by token": Run("trainer", metrics=True, reduced="argmax"),
+    "Trainer, logits reduced with labels": Run("trainer", metrics=True, reduced="right"),
     "SFT, packed, LoRA": Run("sft", "gemma3", PACKED, lora=True),
     "SFT, padded, sinks": Run("sft", "gpt_oss", NO_BALANCE, columns="prompt"),
     "Trainer, tokens masked by workers": Run(
@@ -106,8 +108,8 @@ def test_two_ranks_take_the_steps_of_one_process(tmp_path):
 
 
 def test_two_rows_of_two_ranks_take_the_steps_of_two_processes(tmp_path):
-    name = "Trainer, accumulated, with metrics"
-    check({name: FEW[name]}, 4, tmp_path, cp_size=2)
+    names = "Trainer, accumulated, with metrics", "Trainer, logits reduced by token"
+    check({name: FEW[name] for name in names}, 4, tmp_path, cp_size=2)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from support import hybrid_models
 from support.hf_models import VOCABULARY, build
@@ -36,6 +37,7 @@ class Run:
         columns: of SFT's data: "text", "messages", "prompt" (with completions) or "input_ids".
         sizes: of the ParallelismConfig; none: nothing is split.
         metrics: evaluate with compute_metrics.
+        reduced: a name in REDUCED, of what it gets in place of logits; empty: logits.
         own_loss: a compute_loss_func.
         masked: the collator draws which tokens are masked.
         evaluates_first: before it trains.
@@ -49,6 +51,7 @@ class Run:
     prompt_tuning: bool = False
     iterable: bool = False
     metrics: bool = False
+    reduced: str = ""
     own_loss: bool = False
     masked: bool = False
     evaluates_first: bool = False
@@ -171,7 +174,9 @@ def _plain(run: Run, model: Any, folder: str, given: Any) -> Any:
     from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
     data: Any = [{"input_ids": tokenizer()(text)["input_ids"]} for text in texts()]
-    measured: dict[str, Any] = {"compute_metrics": _accuracy} if run.metrics else {}
+    counted = _of_best if run.reduced else _accuracy
+    measured: dict[str, Any] = {"compute_metrics": counted} if run.metrics else {}
+    measured |= {"preprocess_logits_for_metrics": REDUCED[run.reduced]} if run.reduced else {}
     measured |= {"compute_loss_func": _doubled} if run.own_loss else {}
     return Trainer(
         model,
@@ -196,10 +201,22 @@ def _accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((at == labels)[labels != -100].mean()), "logit": float(logits.mean())}
 
 
+REDUCED = {  # in place of logits: by token, and with labels
+    "argmax": lambda logits, labels: logits.argmax(-1),
+    "right": lambda logits, labels: logits.argmax(-1).where(labels != -100, -100),
+}
+
+
+def _of_best(prediction: Any) -> dict[str, float]:
+    """How many are right, and a sum in which the prediction of each token counts."""
+    best, labels = prediction.predictions, prediction.label_ids
+    places = 1.0 + np.arange(best.size).reshape(best.shape) % 7
+    right = (best[:, :-1] == labels[:, 1:])[labels[:, 1:] != -100]
+    return {"accuracy": float(right.mean()), "sum": float((best * places)[labels != -100].sum())}
+
+
 def labels_of(prediction: Any) -> Any:
     """The places of logits that predict a label."""
-    import numpy as np
-
     counted = np.zeros(prediction.label_ids.shape, bool)
     counted[:, :-1] = prediction.label_ids[:, 1:] != -100
     return counted

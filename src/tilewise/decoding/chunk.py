@@ -11,6 +11,8 @@ from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tilewise.layouts.layout import Layout, Run
 from tilewise.masks.base import Mask
@@ -55,9 +57,9 @@ class Chunk:
             return PerHead(Growing(head, self.starts, self.counts) for head in heads)
         return Growing(mask, self.starts, self.counts)
 
-    def position_ids(self, rank: int) -> Array:
-        """int64: the position of each of a rank's rows within its own sequence."""
-        return self._whole_position_ids[self.layout.rows(rank)]
+    def position_ids(self, rank: int) -> Tensor:
+        """Positions of a rank's rows within their own sequences, a LongTensor [num_rows]."""
+        return torch.from_numpy(self._whole_position_ids[self.layout.rows(rank)])
 
     @cached_property
     def _whole_position_ids(self) -> Array:

@@ -195,7 +195,8 @@ class KVCache:
 
         Args:
             q: [batch, tokens, num_heads, head_dim], the same on every rank.
-            mask: of positions within a sequence, up to num_tokens; default Causal().
+            mask: of positions within a sequence, up to num_tokens; default Causal(). The cache
+                keeps none: pass a layer's own in each of its calls.
             counts: how many of q's tokens each sequence has, the rest being padding; default all.
             sink: [num_heads] or [n, num_heads], as tw.attention takes it.
         Returns:

@@ -176,9 +176,14 @@ class BoundCode:
             tensors[number] = TeamMessages(tensors[leaving], tensors[arriving], *rest)
 
     def _run_recorded(self, tensors: Numbered, work: Pass) -> None:
-        """Run all steps; while an operation runs, a profiler sees a range of its label."""
-        for label, step in zip(self.code.labels, self._steps, strict=True):
-            with profiler.record_function(label):
+        """Run all steps, each in a range that a profiler sees: tilewise, the pass, the operation.
+
+        Ranges of one name can be summed; which tensors an operation has is the range's argument.
+        """
+        direction = "backward" if self.code.backward else "forward"
+        for op, step in zip(self.code.ops, self._steps, strict=True):
+            name = f"tilewise {direction} {type(op).__name__.lower()}"
+            with profiler.record_function(name, op.label):
                 step(tensors, work)
 
     # Numbers of tensors

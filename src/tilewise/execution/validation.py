@@ -207,7 +207,8 @@ def check_rows(
         if x.shape[-3] != wanted:
             raise ValueError(
                 f"{name} has {x.shape[-3]} tokens on rank {rank}, but the layout gives it {wanted} "
-                f"of {layouts[side].num_tokens}; pass layout.shard(x, rank)"
+                f"of {layouts[side].num_tokens}; pass layout.shard(x, rank), or "
+                "cp.shard(x) of a ContextParallel"
             )
 
 
@@ -216,7 +217,8 @@ def check_own_rows(name: str, x: Tensor, layout: Layout, rank: int) -> None:
     if x.shape[-3] != layout.size(rank):
         raise ValueError(
             f"{name} has {x.shape[-3]} tokens on rank {rank}, but the layout gives it "
-            f"{layout.size(rank)} of {layout.num_tokens}; pass layout.shard(x, rank)"
+            f"{layout.size(rank)} of {layout.num_tokens}; pass layout.shard(x, rank), or "
+            "cp.shard(x) of a ContextParallel"
         )
 
 
@@ -234,9 +236,9 @@ def check_token_dimension(q: Tensor, k: Tensor, call: Call, rank: int) -> None:
         if x.shape[-3] != rows == x.shape[-2]:
             raise ValueError(
                 f"{name} has {x.shape[-3]} tokens on rank {rank}, but the layout gives it {rows} "
-                f"of {layout.num_tokens}; pass layout.shard(x, rank). Dimension {x.ndim - 2} of "
-                f"{name} {tuple(x.shape)} has {rows}: if heads come before tokens here, pass "
-                f"{name}.transpose({x.ndim - 3}, {x.ndim - 2})"
+                f"of {layout.num_tokens}; pass layout.shard(x, rank), or cp.shard(x). Dimension "
+                f"{x.ndim - 2} of {name} {tuple(x.shape)} has {rows}: if heads come before tokens "
+                f"here, pass {name}.transpose({x.ndim - 3}, {x.ndim - 2})"
             )
 
 

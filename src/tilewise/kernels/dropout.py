@@ -23,7 +23,14 @@ _LOW = (1 << 32) - 1
 def philox(
     counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int], seed: int
 ) -> Tensor:
-    """The first of Philox's four words, in [0, 2^32), as int64; counters are broadcast.
+    """Return the first of Philox's four words, in [0, 2^32), as int64; counters are broadcast."""
+    return philox_words(counter, seed)[0]
+
+
+def philox_words(
+    counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int], seed: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return Philox's four words, in [0, 2^32), as int64; counters are broadcast.
 
     Args:
         counter: four words below 2^32, int64 where they are tensors.
@@ -36,7 +43,8 @@ def philox(
         a, c = (right >> 32) & _LOW ^ b ^ key[0], (left >> 32) & _LOW ^ d ^ key[1]
         b, d = right & _LOW, left & _LOW
         key = (key[0] + _WEYL[0]) & _LOW, (key[1] + _WEYL[1]) & _LOW
-    return torch.as_tensor(a)
+    one, two, three, four = (torch.as_tensor(word) for word in (a, b, c, d))
+    return one, two, three, four
 
 
 def threshold(dropout_p: float) -> int:

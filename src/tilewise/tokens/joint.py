@@ -121,7 +121,7 @@ def owned_rows(x: Tensor, layout: Layout, rank: int, dim: int, name: str = "x") 
         raise ValueError(
             f"{name} has {x.shape[dim]} tokens on rank {rank}, but the layout gives it "
             f"{layout.size(rank)} of {layout.num_tokens}, {len(layout.replicated)} of them on "
-            "every rank; pass layout.shard(x, rank)"
+            "every rank; pass layout.shard(x, rank), or cp.shard(x) of a ContextParallel"
         )
     key = layout, rank, x.device
     return x.index_select(dim, _ROWS.get(key, lambda: layout.owned_rows(rank).to(x.device)))

@@ -1,7 +1,9 @@
 """Choose the transport that belongs to what a caller passes as `group`."""
 
+import os
 from collections.abc import Sequence
 from typing import TypeAlias
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
@@ -9,6 +11,17 @@ from torch import Tensor
 from tilewise.transport.nodes import launched_world_size
 from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Handle, Message, Transport, travelling
+
+_FORKED: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Groups that a process has from its parent, which forked it after it had joined them."""
+
+
+def _note_fork() -> None:
+    if dist.is_available() and dist.is_initialized():
+        _FORKED.update(dist.distributed_c10d._world.pg_map)
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 Group: TypeAlias = dist.ProcessGroup | Transport | None
 """The ranks that share a sequence: a ProcessGroup, what loopback passes to a rank, a Transport of
@@ -68,6 +81,13 @@ def transport_for(group: Group = None) -> Transport:
             _refuse_lone_process_of_several()
             return LocalTransport()
     if isinstance(group, dist.ProcessGroup):
+        if _FORKED and group in _FORKED:
+            raise ValueError(
+                "this process was forked from one that had joined its group: no connection of the "
+                "group works here, and a call would wait for ever. A data loader's worker needs no "
+                "group: pass it cp.layout and cp.rank. Start ranks by torchrun, or by spawn, and "
+                "call init_process_group in each"
+            )
         return DistTransport(group)
     if isinstance(group, Transport):
         return group

@@ -39,6 +39,7 @@ NOTICE_SECONDS = 10.0
 """After a longer wait the lowest rank that waits writes a line to stderr."""
 _NOTICES_APART = 60.0
 """Seconds between two lines of a group at least."""
+_ALONE = " Within tilewise.integrations.hf.unsplit(model) a model runs on one rank alone."
 _LOOKS = 5  # within PATIENCE_SECONDS
 _ASKED_AT_ONCE = 64  # other ranks, at a look: those of a large group are asked in turn
 _VERDICT = "verdict"
@@ -129,6 +130,8 @@ class Watch:
             f"rank {group.rank()} has waited {monotonic() - since:.0f} s in "
             f"{described(self.agreement.state())}. Missing: {whom}, late or busy, or without this "
             "call. Every rank of the group must make it, not only those under `if rank == 0:`."
+            + _ALONE
+            * ("transformers" in sys.modules)
         )
 
     def _notice(self, group: dist.ProcessGroup, since: float) -> None:

@@ -376,7 +376,8 @@ def refused_rows(
             f"the model runs on {q_length} tokens, but the layout gives this rank {rows}{one}; "
             "call it with what hf.shard returns, or split a Trainer's rows by ParallelismConfig of "
             "tilewise.integrations.accelerate, in place of hf.parallelize. It runs on "
-            "whole rows, in generate() too, after model.set_attn_implementation('sdpa')"
+            "whole rows, in generate() too, within hf.unsplit(model), or for good after "
+            "model.set_attn_implementation('sdpa')"
         )
     return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +14,14 @@ from tilewise.integrations.transformers.adapters import Adapter, adapted, adapte
 from tilewise.integrations.transformers.attention import attention_of, masks_of
 from tilewise.integrations.transformers.masks import refused_model, uses_attention_interface
 from tilewise.integrations.transformers.rope import RopeLengths
+from tilewise.integrations.transformers.saved import (
+    REGISTERED,
+    NotSaved,
+    Shared,
+    is_split,
+    not_compiled,
+    use_split_attention,
+)
 from tilewise.integrations.transformers.states import (
     documents_of_call,
     has_state_functions,
@@ -111,29 +119,37 @@ def refuse_new_adapters(model: nn.Module, group: Any) -> None:
         group: of the ranks that share its rows.
     """
     base = base_model(model)
-    check: Any = torch.compiler.disable(_check_new_adapters)
+    tried = {**configurations(base), **configurations(model)}
     for called in {id(x): x for x in (model, base)}.values():
         if "_tilewise_adapters" not in vars(called):  # PEFT's models have base's attributes
-            called.register_forward_pre_hook(check, prepend=True)
-        tried = {**configurations(base), **configurations(model)}
-        called._tilewise_adapters = _GroupOnly(group), tried  # pyright: ignore
+            called.register_forward_pre_hook(_check_new_adapters, prepend=True)
+        called._tilewise_adapters = _Tried(_GroupOnly(group), tried)  # pyright: ignore
 
 
-class _GroupOnly(NamedTuple):
-    """A group on a model; copies of the model share it."""
+class _GroupOnly(Shared):
+    """The group of the ranks that share a model's rows."""
 
-    group: Any
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _GroupOnly:
-        return self
+    def __init__(self, group: Any) -> None:
+        self.group = group
 
 
+class _Tried(NotSaved):
+    """The adapters of a model that were tried, by their configurations."""
+
+    def __init__(self, ranks: _GroupOnly, configs: dict[str, Any]) -> None:
+        self.ranks, self.configs = ranks, configs
+
+
+@not_compiled
 def _check_new_adapters(called: Any, _: Any) -> None:
-    (group,), tried = called._tilewise_adapters
+    if not is_split(called):
+        return
+    tried: _Tried = called._tilewise_adapters
     now = dict(configurations(called))
-    if any(tried.get(name) is not config for name, config in now.items()):
-        settled(tw.transport.transport_for(group), lambda: check_model(called))
-        called._tilewise_adapters = _GroupOnly(group), now
+    if all(tried.configs.get(name) is x for name, x in now.items()):
+        return
+    settled(tw.transport.transport_for(tried.ranks.group), lambda: check_model(called))
+    called._tilewise_adapters = _Tried(tried.ranks, now)
 
 
 def refused_loss(model: nn.Module) -> str | None:
@@ -186,10 +202,7 @@ def attach(model: Any, cp: tw.ContextParallel, name: str) -> None:
     """
     base = base_model(model)
     lengths = registered(cp, name, proven=True, stateless=is_stateless(base))
-    text = base.config.get_text_config(decoder=True)
-    sub_configs = getattr(base.config, "sub_configs", ())
-    only = {key: name for key in sub_configs if getattr(base.config, key) is text}
-    base.set_attn_implementation(only or name)  # what sees images is not split
+    use_split_attention(base, name)
     lengths.agree_in(base)
     split_all_calls(model, base, cp, name)
 
@@ -212,6 +225,7 @@ def registered(
         raise ImportError(
             "tilewise.integrations.hf needs transformers: pip install 'tilewise[hf]'"
         ) from error
+    REGISTERED.add(name)
     lengths = RopeLengths(cp, name)
     attend: Any = attention_of(cp, proven)
     # Rows that move are no part of a compiled graph.

@@ -15,13 +15,14 @@ the unsplit gradient.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType, MethodType
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,12 +34,22 @@ from tilewise.arguments import Reduction
 from tilewise.integrations.data import IGNORED
 from tilewise.integrations.transformers.attention import LayerMask, attention_of, masks_of
 from tilewise.integrations.transformers.check import base_model, refuse_new_adapters, refused_loss
+from tilewise.integrations.transformers.dropout import rows_dropped
 from tilewise.integrations.transformers.labels import given_labels, is_masked
 from tilewise.integrations.transformers.late_gather import LateGather
 from tilewise.integrations.transformers.plan import choose_layouts, may_choose, work_to_plan
 from tilewise.integrations.transformers.rope import RopeLengths
+from tilewise.integrations.transformers.row_functions import by_token
+from tilewise.integrations.transformers.saved import (
+    Shared,
+    is_split,
+    not_compiled,
+    use_split_attention,
+    whole_attention,
+)
 from tilewise.integrations.transformers.states import (
     CACHES,
+    StateLayers,
     documents_of_call,
     is_stateless,
     split_call,
@@ -48,9 +59,10 @@ from tilewise.integrations.transformers.whole_rows import PackedRows, labels_of_
 from tilewise.plan.kept import RecentValues
 from tilewise.tokens.moves import gather_moves
 from tilewise.tokens.rows import move_rows
-from tilewise.transport.agreement import agree, settled
+from tilewise.transport.agreement import agree, agree_on_largest, settled
 from tilewise.transport.means import on_every_rank
 
+Reduce = Callable[[Tensor, Any], Any]
 KEPT = 64  # lengths of batches whose layout and plan are kept
 PER_TOKEN = frozenset(  # results of each token, small enough to be whole on every rank
     ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "last_hidden_state")
@@ -92,7 +104,7 @@ def split_forward(
             and its calls with labels are refused.
     """
     base = base_model(model)
-    if hasattr(base, "_tilewise_rows"):
+    if getattr(base, "_tilewise_rows", None) is not None:
         split = base._tilewise_rows
     else:
         if getattr(base.config.get_text_config(decoder=True), "output_router_logits", False):
@@ -103,38 +115,74 @@ def split_forward(
         _use_attention(base)
         split.lengths.agree_in(base)
         if hasattr(base, "generate"):
-            base.generate = MethodType(_generate_unsplit, base)
+            base.generate = functools.partial(_generate_unsplit, base)
     refuse_new_adapters(model, group)
     called: Any
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
         if not hasattr(called, "_tilewise_hooked"):
             called._tilewise_hooked = True
-            before: Any = torch.compiler.disable(_before)
-            after: Any = torch.compiler.disable(_after)
-            called.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-            called.register_forward_hook(after, with_kwargs=True, always_call=True)
+            called.register_forward_pre_hook(_before, with_kwargs=True, prepend=True)
+            called.register_forward_hook(_after, with_kwargs=True, always_call=True)
         if called is not base:
             called._tilewise_rows = split
 
 
 @contextmanager
-def unsplit() -> Iterator[None]:
-    """Calls of models run unsplit inside, on whole rows, as generate() does."""
-    _state.paused += 1
-    try:
+def unsplit(model: nn.Module) -> Iterator[None]:
+    """Calls of a split model run on whole rows inside, on this rank alone: no other rank need call.
+
+        if rank == 0:
+            with torch.no_grad(), hf.unsplit(model):
+                print(model(tokens).loss)
+
+    They have the attention that the model had before it was split, and its results are those of the
+    unsplit model. Call backward inside, too. A model that is not split runs as it is.
+
+    Args:
+        model: as parallelize takes it, or the one that ParallelismConfig split, not its DDP.
+    Raises:
+        ValueError: under FSDP, where every rank has a part of each parameter.
+    """
+    base = base_model(model)
+    sharded = next((name for name, x in base.named_parameters() if hasattr(x, "placements")), None)
+    if sharded is not None:
+        raise ValueError(
+            f"{type(base).__name__} cannot run unsplit on one rank under FSDP: of parameters such "
+            f"as {sharded} each rank has a part. Call the model on every rank: a call without "
+            "labels returns whole logits"
+        )
+    with whole_attention(base):
         yield
-    finally:
-        _state.paused -= 1
 
 
 @contextmanager
-def whole_logits(wanted: bool = True) -> Iterator[None]:
-    """Calls with labels return the whole logits at once, and not when they are first used."""
-    before, _state.whole_logits = _state.whole_logits, wanted
+def whole_logits(wanted: bool = True, reduce: Reduce | None = None) -> Iterator[LogitsWanted]:
+    """Calls with labels return the whole logits at once, and not when they are first used.
+
+    Args:
+        reduce: of logits and labels. If it acts on each token by itself, calls return its result in
+            place of the logits, so that no rank holds these.
+    """
+    before, _state.logits = _state.logits, LogitsWanted(wanted, reduce)
     try:
-        yield
+        yield _state.logits
     finally:
-        _state.whole_logits = before
+        _state.logits = before
+
+
+@dataclass
+class LogitsWanted:
+    """The logits that calls return.
+
+    Args:
+        whole, reduce: as whole_logits takes them.
+        vocabulary: a row of logits without entries, of which a call has returned what reduce makes;
+            None: it returned logits.
+    """
+
+    whole: bool
+    reduce: Reduce | None = None
+    vocabulary: Tensor | None = None
 
 
 class _State(threading.local):
@@ -149,8 +197,7 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.call: SplitCall | None = None
         self.calls: list[tuple[SplitCall, ExitStack] | None] = []
-        self.paused = 0
-        self.whole_logits = False
+        self.logits = LogitsWanted(False)
 
 
 _state = _State()
@@ -189,7 +236,7 @@ class SplitCall:
     as_tuple: bool
 
 
-class SplitForward:
+class SplitForward(Shared):
     """The split of one model's calls: its group, strategy, and what is known of the model."""
 
     def __init__(
@@ -210,15 +257,12 @@ class SplitForward:
         self.counts_kept = text.model_type in COUNTS_TOKENS
         self.embeds_types = any("token_type_embeddings" in name for name, _ in base.named_modules())
         self.parameters = [*inspect.signature(type(base).forward).parameters][1:]
-        self.states, self.stateless = wire(base), is_stateless(base)
+        wire(base)
+        self.stateless = is_stateless(base)
         self.name = type(base).__name__
         self.work = work_to_plan(base, self.transport.rank) if strategy == "auto" else None
         self.lengths = _KnownLengths(_GroupOnly(group))  # pyright: ignore[reportArgumentType]
         self._by_length: RecentValues[int, tw.ContextParallel] = RecentValues(KEPT)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SplitForward:
-        """A copied model is split in the same way: a process group cannot be copied."""
-        return self
 
     def for_length(self, num_tokens: int, device: str) -> tw.ContextParallel:
         """The layout and plan of rows of this length.
@@ -329,7 +373,7 @@ class SplitForward:
             whole_labels,
             cuts_last=fused and shifted is None,
             columns=columns,
-            gathers_logits=whole_labels is None or _state.whole_logits,
+            gathers_logits=whole_labels is None or _state.logits.whole,
             as_tuple=given.get("return_dict") is False,
         )
         return call, inputs
@@ -341,9 +385,28 @@ class SplitForward:
                 f"the model returned {type(result).__name__}, not a ModelOutput: its results "
                 "cannot be told apart"
             )
-        whole = {name: self._whole(call, name, x) for name, x in result.items()}
+        reduced = self._reduced_logits(call, result)
+        whole = {
+            name: self._whole(call, name, x) if reduced is None or name != "logits" else reduced
+            for name, x in result.items()
+        }
         made = type(result)(**whole)  # pyright: ignore[reportCallIssue]
         return made.to_tuple() if call.as_tuple else made  # pyright: ignore
+
+    def _reduced_logits(self, call: SplitCall, result: Mapping[str, Any]) -> Tensor | None:
+        """What a caller makes of each token's logits, gathered, if that is known; else None."""
+        wanted, x = _state.logits, result.get("logits")
+        others = {name for name, x in result.items() if x is not None} - {"loss", "logits", *CACHES}
+        if wanted.reduce is None or x is None or others or call.columns is not None:
+            return None
+        made = by_token(wanted.reduce, x, call.whole_labels)
+        refused = agree_on_largest(self.transport, "logits not reduced by token", int(made is None))
+        if refused or made is None:
+            wanted.reduce = None
+            return None
+        wanted.vocabulary = x.new_zeros((1, 1, x.shape[-1]))
+        padding: Tensor = wanted.reduce(wanted.vocabulary, call.whole_labels)[0, 0]
+        return call.rows.put(_gathered(made, call.cp), padding)
 
     def _whole(self, call: SplitCall, name: str, x: Any) -> Any:
         match name:
@@ -493,10 +556,14 @@ class _SumOverRanks(torch.autograd.Function):
 def _runs_unsplit(given: Mapping[str, Any]) -> bool:
     """Return whether a call is one of generation: it has a cache, or asks for one."""
     cached = any(given.get(name) is not None for name in CACHES)
-    return bool(_state.paused or cached or given.get("use_cache"))
+    return bool(cached or given.get("use_cache"))
 
 
+@not_compiled
 def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    if not is_split(module):
+        _state.calls.append(None)
+        return None
     split: SplitForward = module._tilewise_rows
     named = dict(zip(split.parameters, args, strict=False)) | given
     if _state.call is not None or split.transport.world_size == 1 or _runs_unsplit(named):
@@ -506,14 +573,16 @@ def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     stack = ExitStack()
     _state.calls.append((call, stack))
     _state.call = call
-    if split.states is not None:
-        whole = split_call(split.states, call.cp, call.rows.cu_seqlens)
-        mask = stack.enter_context(whole)
-        if split.states.hands_mask:
+    stack.enter_context(rows_dropped(module, call.cp))
+    states: StateLayers | None = getattr(module, "_tilewise_states", None)
+    if states is not None:
+        mask = stack.enter_context(split_call(states, call.cp, call.rows.cu_seqlens))
+        if states.hands_mask:
             inputs["attention_mask"] = mask
     return (), inputs
 
 
+@not_compiled
 def _after(module: Any, args: Any, given: Any, result: Any) -> Any:
     entry = _state.calls.pop() if _state.calls else None
     if entry is None:
@@ -525,7 +594,7 @@ def _after(module: Any, args: Any, given: Any, result: Any) -> Any:
 
 
 def _generate_unsplit(self: Any, *args: Any, **given: Any) -> Any:
-    with unsplit():
+    with whole_attention(self):  # on every rank, so under FSDP as well
         return type(self).generate(self, *args, **given)
 
 
@@ -533,16 +602,12 @@ def _use_attention(base: Any) -> None:
     """Give a model an attention that is split in split calls, and what it was in others."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    config = base.config
-    text = config.get_text_config(decoder=True)
-    beside = text._attn_implementation
+    beside = base.config.get_text_config(decoder=True)._attn_implementation
     # transformers looks for words such as "flash" in a name.
     name = f"tilewise_rows_{beside.encode().hex()}"
     AttentionInterface.register(name, _attention_beside(beside))
     AttentionMaskInterface.register(name, _masks_beside(beside))
-    sub_configs = getattr(config, "sub_configs", ())
-    only = {key: name for key in sub_configs if getattr(config, key) is text}
-    base.set_attn_implementation(only or name)  # what sees images is not split
+    use_split_attention(base, name)
 
 
 def _attention_beside(implementation: str) -> Callable[..., Any]:

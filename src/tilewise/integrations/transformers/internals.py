@@ -161,7 +161,7 @@ class SplitAccelerator:
         if "SequenceClassification" in type(split_model).__name__ and not _trains(split_model):
             return  # a reward model, which runs on whole rows
         config = self.parallelism_config  # type: ignore[attr-defined]
-        if self.is_main_process and not hasattr(split_model, "_tilewise_rows"):  # type: ignore[attr-defined]
+        if self.is_main_process and getattr(split_model, "_tilewise_rows", None) is None:  # type: ignore[attr-defined]
             logging.getLogger("tilewise").warning(
                 "%s: each row is split over %d ranks", type(split_model).__name__, self._row_ranks
             )
@@ -253,19 +253,32 @@ def install() -> None:
 
 
 def _once_a_row(gather: Callable[[Any], Any], operations: Any) -> Callable[[Any], Any]:
-    """accelerate's gather, without the copies that ranks of one row have."""
+    """accelerate's gather, from the first rank of each row."""
 
     @functools.wraps(gather)
     def gather_rows(tensor: Any) -> Any:
-        size, everyone = split_size(), gather(tensor)
-        if size == 1:
-            return everyone
-        ranks = dist.get_world_size()
-        return operations.recursively_apply(
-            lambda x: x.unflatten(0, (ranks // size, size, -1))[:, 0].flatten(0, 1), everyone
-        )
+        if split_size() == 1:
+            return gather(tensor)
+        return operations.recursively_apply(_from_rows, tensor)
 
     return gather_rows
+
+
+def _from_rows(x: Tensor) -> Tensor:
+    """Return the tensors of all rows, one after the other, as the first rank of each has them."""
+    from accelerate.state import AcceleratorState
+
+    mesh: Any = AcceleratorState().device_mesh
+    row = mesh["cp"].get_group()
+    mine = torch.atleast_1d(x).contiguous()
+    mine = mine if dist.get_rank(row) == 0 else torch.empty_like(mine)
+    dist.broadcast(mine, dist.get_global_rank(row, 0), group=row)
+    if dist.get_world_size() == dist.get_world_size(row):
+        return mine
+    group = mesh["dp"].get_group()
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    return torch.cat(parts)
 
 
 def _objects_once_a_row(gather: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -395,8 +408,13 @@ def _adapt(trainer: Any) -> None:
     def prediction_step(
         model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **given: Any
     ) -> Any:
-        with whole_logits(not prediction_loss_only):
-            return predict(model, inputs, prediction_loss_only, *args, **given)
+        whole = not prediction_loss_only
+        reduce = _reduction(trainer) if whole and _reads_no_logits(trainer) else None
+        with whole_logits(whole, reduce) as got:
+            step = predict(model, inputs, prediction_loss_only, *args, **given)
+        if got.vocabulary is not None:
+            trainer.preprocess_logits_for_metrics.reduced = got.vocabulary, step[1].shape[1]
+        return step
 
     trainer.prediction_step = prediction_step
     train = trainer.train
@@ -425,6 +443,47 @@ def _adapt(trainer: Any) -> None:
             return made
 
         trainer._generate_and_score_completions = completions
+
+
+def _reads_no_logits(trainer: Any) -> bool:
+    """Return whether a Trainer leaves logits to preprocess_logits_for_metrics alone."""
+    from transformers import Trainer
+
+    of = type(trainer)
+    own_loss = trainer.compute_loss_func is not None or trainer.label_smoother is not None
+    steps = of.compute_loss is Trainer.compute_loss, of.prediction_step is Trainer.prediction_step
+    return not own_loss and all(steps)
+
+
+def _reduction(trainer: Any) -> Callable[..., Any] | None:
+    """Return preprocess_logits_for_metrics of a Trainer, which learns what a call has reduced."""
+    given = trainer.preprocess_logits_for_metrics
+    if isinstance(given, _ReducedOnce):
+        return given.function
+    if given is not None:
+        trainer.preprocess_logits_for_metrics = _ReducedOnce(given)
+    return given
+
+
+class _ReducedOnce:
+    """preprocess_logits_for_metrics, which leaves what the model's call made of its logits.
+
+    Attributes:
+        reduced: a row of logits without entries, and the columns of the batch before accelerate
+            filled it to the length of other processes', where the call has run function.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.reduced: tuple[Tensor, int] | None = None
+
+    def __call__(self, logits: Any, labels: Any) -> Any:
+        if self.reduced is None:
+            return self.function(logits, labels)
+        (row, columns), self.reduced = self.reduced, None
+        if logits.shape[1] > columns:  # filled as accelerate fills logits
+            logits[:, columns:] = self.function(row - 100, labels)[0, 0]
+        return logits
 
 
 def _share_random_state(group: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import tilewise as tw
+from tilewise.integrations.transformers.saved import Shared, is_split
 from tilewise.transport.agreement import agree
 
 LABELS = (  # arguments of which models of transformers make a loss
@@ -34,14 +35,26 @@ def refuse_wrong_losses(
     if not hasattr(model, "_tilewise_labels"):
         model.register_forward_pre_hook(_check, with_kwargs=True)
         model.register_forward_hook(_check_pooled)
-    model._tilewise_labels = cp, masked, loss_refusal  # pyright: ignore[reportArgumentType]
+    model._tilewise_labels = _Labels(cp, masked, loss_refusal)  # pyright: ignore[reportArgumentType]
+
+
+class _Labels(Shared):
+    """The ranks over which a model runs, and which losses it must not make.
+
+    Args:
+        masked, loss_refusal: as refuse_wrong_losses takes them.
+    """
+
+    def __init__(self, cp: tw.ContextParallel, masked: bool, loss_refusal: str | None) -> None:
+        self.cp, self.masked, self.loss_refusal = cp, masked, loss_refusal
 
 
 def _check(model: Any, _: Any, given: dict[str, Any]) -> None:
-    cp, masked, loss_refusal = model._tilewise_labels
-    if cp.world_size == 1 or not given_labels(given):
+    labels: _Labels = model._tilewise_labels
+    if not is_split(model) or labels.cp.world_size == 1 or not given_labels(given):
         return
-    needed = ("num_items_in_batch",) if masked else ("shift_labels",)
+    cp, loss_refusal = labels.cp, labels.loss_refusal
+    needed = ("num_items_in_batch",) if labels.masked else ("shift_labels",)
     missing = [name for name in needed if given.get(name) is None]
     if loss_refusal is not None:
         agree(tw.transport.transport_for(cp.group), None, loss_refusal)
@@ -56,8 +69,10 @@ def _check(model: Any, _: Any, given: dict[str, Any]) -> None:
 
 
 def _check_pooled(model: Any, _: Any, result: Any) -> None:
-    cp, _, loss_refusal = model._tilewise_labels
-    if cp.world_size == 1 or loss_refusal is None or not isinstance(result, Mapping):
+    labels: _Labels = model._tilewise_labels
+    if not is_split(model) or labels.cp.world_size == 1 or labels.loss_refusal is None:
+        return
+    if not isinstance(result, Mapping):
         return
     tensors = {name: x for name, x in result.items() if isinstance(x, Tensor)}
     first = next((x for x in tensors.values() if x.is_floating_point()), None)
@@ -76,7 +91,7 @@ def _check_pooled(model: Any, _: Any, result: Any) -> None:
             "make the model without it (add_pooling_layer=False, say), and pool what "
             "hf.unshard(cp, rows) gives"
         )
-        agree(tw.transport.transport_for(cp.group), None, error)
+        agree(tw.transport.transport_for(labels.cp.group), None, error)
 
 
 def is_masked(model_class: type) -> bool:

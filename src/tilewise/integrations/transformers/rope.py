@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import tilewise as tw
+from tilewise.integrations.transformers.saved import NotSaved, Shared
 from tilewise.transport.agreement import agree, agree_on_largest
 
 FLAT_IMAGES = (
@@ -34,7 +35,7 @@ def rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
             yield one
 
 
-class RopeLengths:
+class RopeLengths(Shared):
     """The lengths that RoPE of the models that run over one ContextParallel depends on.
 
     agreed says whether the ranks took one length in this forward pass.
@@ -62,11 +63,8 @@ class RopeLengths:
                 if not hasattr(module, "_tilewise_lengths"):
                     module.register_forward_pre_hook(_with_last, with_kwargs=True)
                     module.register_forward_hook(_without_last)
-                module._tilewise_lengths = self  # pyright: ignore[reportArgumentType]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RopeLengths:
-        """A copied model has the same registration."""
-        return self
+                text = model.config.get_text_config(decoder=True)
+                module._tilewise_lengths = self, text  # pyright: ignore[reportArgumentType]
 
     def largest(self, position: int) -> int:
         self.agreed = True
@@ -111,7 +109,7 @@ def _regime(config: Any, length: int) -> list[int | bool]:
     ]
 
 
-class _Images:
+class _Images(NotSaved):
     """Inputs of a model that counts positions of images, and those that its text model gets.
 
     Attributes:
@@ -132,7 +130,8 @@ def _watch_images(model: Any, counting: list[nn.Module], lengths: RopeLengths) -
     Args:
         counting: the modules that can count them.
     """
-    if hasattr(model, "_tilewise_images"):
+    hooked = hasattr(model, "_tilewise_images")
+    if hooked and model._tilewise_images is not None:
         model._tilewise_images.lengths = lengths
         return
     config = model.config.get_text_config(decoder=True)
@@ -141,6 +140,8 @@ def _watch_images(model: Any, counting: list[nn.Module], lengths: RopeLengths) -
     images = _Images(text, lengths)
     for module in {id(x): x for x in (model, text, *counting)}.values():
         module._tilewise_images = images  # pyright: ignore[reportArgumentType]
+    if hooked:  # a pickled model has the hooks
+        return
     for module in counting:
         module.register_forward_pre_hook(_counts_begin, with_kwargs=True)
         module.register_forward_hook(_counts_end, always_call=True)
@@ -148,27 +149,32 @@ def _watch_images(model: Any, counting: list[nn.Module], lengths: RopeLengths) -
 
 
 def _counts_begin(module: Any, _: Any, given: dict[str, Any]) -> None:
-    images: _Images = module._tilewise_images
+    images: _Images | None = module._tilewise_images
+    if images is None:
+        return
     images.given.append(given.get("position_ids"))
     embedding = images.text.get_input_embeddings()  # PEFT may have put another in its place
     if "_tilewise_images" not in vars(embedding):
-        embedding._tilewise_images = images
         embedding.register_forward_hook(_embedded)
+    embedding._tilewise_images = images
 
 
 def _counts_end(module: Any, *_: Any) -> None:
-    images: _Images = module._tilewise_images
-    images.given.pop()
-    images.embedded = None
+    images: _Images | None = module._tilewise_images
+    if images is not None:
+        images.given.pop()
+        images.embedded = None
 
 
 def _embedded(module: Any, _: Any, result: Tensor) -> None:
-    module._tilewise_images.embedded = result
+    images: _Images | None = module._tilewise_images
+    if images is not None:
+        images.embedded = result
 
 
 def _refuse_flat_images(text: Any, _: Any, given: dict[str, Any]) -> None:
-    images: _Images = text._tilewise_images
-    if not images.lengths.splits(text.config):
+    images: _Images | None = text._tilewise_images
+    if images is None or not images.lengths.splits(text.config):
         return
     ids, embeds = given.get("position_ids"), given.get("inputs_embeds")
     first = images.given[0] if images.given else ids
@@ -179,16 +185,27 @@ def _refuse_flat_images(text: Any, _: Any, given: dict[str, Any]) -> None:
         agree(tw.transport.transport_for(images.lengths.cp.group), None, FLAT_IMAGES)
 
 
+def _lengths_of(module: Any) -> RopeLengths | None:
+    """The lengths on which ranks agree in a module that computes cosines, if its model is split."""
+    lengths, config = module._tilewise_lengths
+    return lengths if lengths is not None and lengths.splits(config) else None
+
+
 def _with_last(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    lengths = _lengths_of(module)
+    if lengths is None:
+        return None
     ids = given["position_ids"] if "position_ids" in given else args[1]
-    largest = module._tilewise_lengths.largest(int(ids.max()))
+    largest = lengths.largest(int(ids.max()))
     ids = torch.cat([ids, ids.new_full((*ids.shape[:-1], 1), largest)], -1)
     if "position_ids" in given:
         return args, given | {"position_ids": ids}
     return (args[0], ids, *args[2:]), given
 
 
-def _without_last(_: nn.Module, args: Any, result: Any) -> Any:
+def _without_last(module: nn.Module, args: Any, result: Any) -> Any:
+    if _lengths_of(module) is None:
+        return None
     if isinstance(result, Tensor):
         return result[..., :-1, :]
     return tuple(x[..., :-1, :] for x in result)

@@ -28,6 +28,7 @@ import tilewise as tw
 from tilewise.integrations.transformers import state_rules
 from tilewise.integrations.transformers.attention import LayerMask, refuse, refused_rows
 from tilewise.integrations.transformers.masks import PADDED, documents_of
+from tilewise.integrations.transformers.saved import NotSaved, not_compiled
 from tilewise.transport.agreement import settled
 
 MAKES_MASK = "create_recurrent_attention_mask"
@@ -135,7 +136,7 @@ def is_stateless(base: Any) -> bool:
     return has_state_functions(text) and not state_layers(base)
 
 
-class StateLayers:
+class StateLayers(NotSaved):
     """The layers of one model that carry a state.
 
     Attributes:
@@ -182,12 +183,11 @@ def wire(base: Any) -> StateLayers | None:
         )
     text = base.config.get_text_config(decoder=True)
     states = StateLayers(text, tuple(makes), hands_mask=not masks)
-    before: Any = torch.compiler.disable(_before_layer)
-    after: Any = torch.compiler.disable(_after)
     for layer in layers:
+        if not hasattr(layer, "_tilewise_states"):  # a pickled model has the hooks
+            layer.register_forward_pre_hook(_before_layer, with_kwargs=True)
+            layer.register_forward_hook(_after, always_call=True)
         layer._tilewise_states = states
-        layer.register_forward_pre_hook(before, with_kwargs=True)
-        layer.register_forward_hook(after, always_call=True)
     base._tilewise_states = states
     return states
 
@@ -233,12 +233,10 @@ def split_all_calls(model: Any, base: Any, cp: tw.ContextParallel, name: str) ->
     if states is None:
         return
     states.split_by = cp, name
-    before: Any = torch.compiler.disable(_before_model)
-    after: Any = torch.compiler.disable(_after)
     for called in {id(x): x for x in (model, base)}.values():
         if "_tilewise_hooked_states" not in vars(called):  # PEFT's models have base's attributes
-            called.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-            called.register_forward_hook(after, always_call=True)
+            called.register_forward_pre_hook(_before_model, with_kwargs=True, prepend=True)
+            called.register_forward_hook(_after, always_call=True)
             called._tilewise_hooked_states = True
         called._tilewise_states = states
 
@@ -340,13 +338,16 @@ def _ours(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@not_compiled
 def _before_layer(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     masks = [x for x in (*args, *given.values()) if isinstance(x, LayerMask)]
     masks = [x for x in masks if x.cu_seqlens is not None]
     stack, outer = ExitStack(), _state.layer
     _state.open.append(stack)
     if not masks:
-        states: StateLayers = layer._tilewise_states
+        states: StateLayers | None = layer._tilewise_states
+        if states is None:
+            return None
         cp = states.splits_all
         if _state.model is not None and _state.model[1] is states.config:
             cp = _state.model[0].cp
@@ -473,17 +474,19 @@ def _recurrence(
     return state_rules.recurrence(*split, piece, hidden_states, recurrent_gate, reset), None
 
 
+@not_compiled
 def _after(*_: Any) -> None:
     if _state.open:
         _state.open.pop().close()
 
 
+@not_compiled
 def _before_model(model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    states: StateLayers = model._tilewise_states
+    states: StateLayers | None = model._tilewise_states
     stack = ExitStack()
     _state.open.append(stack)
-    cp = states.splits_all
-    if cp is None or documents_of_call(states.config) is not None:
+    cp = None if states is None else states.splits_all
+    if states is None or cp is None or documents_of_call(states.config) is not None:
         return None
     names = [*inspect.signature(type(model).forward).parameters][1:]
     named = dict(zip(names, args, strict=False)) | given

@@ -40,11 +40,16 @@ class PackedRows:
         """[rows, columns, ...] -> [1, num_tokens, ...]."""
         return x.flatten(0, 1).index_select(0, self.kept.to(x.device))[None]
 
-    def put(self, x: Tensor) -> Tensor:
-        """[1, num_tokens, ...] -> [rows, columns, ...], 0 at padding; differentiable."""
+    def put(self, x: Tensor, fill: Tensor | None = None) -> Tensor:
+        """[1, num_tokens, ...] -> [rows, columns, ...]; differentiable.
+
+        Args:
+            fill: [...], at padding; None: 0.
+        """
         if self.num_tokens == self.shape[0] * self.shape[1]:
             return x[0].unflatten(0, self.shape)
-        whole = x.new_zeros((self.shape[0] * self.shape[1], *x.shape[2:]))
+        size = (self.shape[0] * self.shape[1], *x.shape[2:])
+        whole = x.new_zeros(size) if fill is None else fill.expand(size).clone()
         return whole.index_copy(0, self.kept.to(x.device), x[0]).unflatten(0, self.shape)
 
 
