@@ -3,8 +3,8 @@
 import inspect
 import math
 import tomllib
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.resources import files
 from types import MappingProxyType
@@ -46,8 +46,13 @@ def kernel_named(name: str) -> Kernel:
         ValueError: with the names that are known.
     """
     require_known("kernel", name, PROVIDERS)
+    return _kernel_class(name)()
+
+
+@cache
+def _kernel_class(name: str) -> Callable[[], Kernel]:
     module, _, class_name = PROVIDERS[name].rpartition(".")
-    return getattr(import_module(f"tilewise.kernels.{module}"), class_name)()
+    return getattr(import_module(f"tilewise.kernels.{module}"), class_name)
 
 
 def given_kernel(kernel: Kernel | str) -> Kernel:
