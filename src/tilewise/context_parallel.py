@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
@@ -469,7 +469,8 @@ class ContextParallel:
             ValueError: the same on every rank, if one rank's arguments do not fit.
         """
         transport, num_rows = transport_for(self.group), self.layout.size(self.rank)
-        settled(transport, lambda: check_dropout(x, p, seed, num_rows, dim))
+        checks = partial(check_dropout, x, p, seed, num_rows, dim, training=training)
+        settled(transport, checks)
         return dropped(x, p, seed, self.position_ids, dim) if training else x
 
     def _boundaries(self, cu_seqlens: Any) -> tuple[int, ...]:

@@ -392,6 +392,9 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     relayout = {"x": torch.ones(16, 2), "to": tw.contiguous(16, 1), "dim": 0}
     yield "cp.relayout", of(cp, "relayout"), relayout
     yield "cp.pieces", of(cp, "pieces"), {"cu_seqlens": [0, 16]}
+    yield "cp.dropout", of(cp, "dropout"), {
+        "x": torch.ones(16, 2), "p": 0.5, "seed": 1, "dim": 0, "training": True,
+    }  # fmt: skip
     halo = {"x": torch.ones(16, 2), "left": 2, "right": 1, "dim": 0}
     yield "cp.halo", of(cp, "halo"), {**halo, "cu_seqlens": [0, 16], "fill": 0.0}
     conv1d = {"x": torch.ones(16, 2), "weight": torch.ones(2, 3), "bias": torch.ones(2)}
@@ -503,6 +506,8 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     yield "hf.shard(columns)", lambda **x: hf.shard(cp(), ids(), **x), {
         "cu_seqlens": [0, 16], "labels": ids(), "attention_mask": None, "shift_labels": True,
     }  # fmt: skip
+    entered: Callable[..., object] = lambda **x: hf.unsplit(**x).__enter__()  # noqa: E731
+    yield "hf.unsplit", entered, lambda: {"model": model()}
     yield "hf.unshard", hf.unshard, lambda: {"cp": cp(), "x": ids(), "dim": 1}
     shared = {
         "dropout_p": 0.0, "softmax_scale": None, "causal": True, "window_size": (-1, -1),

@@ -44,7 +44,9 @@ def kept(shape: torch.Size, p: float, seed: int, positions: Tensor) -> Tensor:
     return torch.cat(parts).view(shape)
 
 
-def check_dropout(x: Tensor, p: float, seed: int, num_rows: int, dim: int) -> None:
+def check_dropout(
+    x: Tensor, p: float, seed: int, num_rows: int, dim: int, *, training: bool
+) -> None:
     """Raise ValueError for arguments of ContextParallel.dropout that do not fit."""
     require_type(Tensor, "x", x)
     if not x.is_floating_point():
@@ -62,3 +64,4 @@ def check_dropout(x: Tensor, p: float, seed: int, num_rows: int, dim: int) -> No
     if not 0 <= real_number("p", p) < 1:
         raise ValueError(f"p ({p}) must be at least 0 and below 1")
     whole_number("seed", seed, 0, MOST_SEEDS - 1)
+    require_type(bool, "training", training, "True")

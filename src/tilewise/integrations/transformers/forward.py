@@ -396,17 +396,17 @@ class SplitForward(Shared):
     def _reduced_logits(self, call: SplitCall, result: Mapping[str, Any]) -> Tensor | None:
         """What a caller makes of each token's logits, gathered, if that is known; else None."""
         wanted, x = _state.logits, result.get("logits")
+        reduce = wanted.reduce
         others = {name for name, x in result.items() if x is not None} - {"loss", "logits", *CACHES}
-        if wanted.reduce is None or x is None or others or call.columns is not None:
+        if reduce is None or x is None or others or call.columns is not None:
             return None
-        made = by_token(wanted.reduce, x, call.whole_labels)
+        made = by_token(reduce, x, call.whole_labels)
         refused = agree_on_largest(self.transport, "logits not reduced by token", int(made is None))
         if refused or made is None:
             wanted.reduce = None
             return None
-        wanted.vocabulary = x.new_zeros((1, 1, x.shape[-1]))
-        padding: Tensor = wanted.reduce(wanted.vocabulary, call.whole_labels)[0, 0]
-        return call.rows.put(_gathered(made, call.cp), padding)
+        wanted.vocabulary = row = x.new_zeros((1, 1, x.shape[-1]))
+        return call.rows.put(_gathered(made, call.cp), reduce(row, call.whole_labels)[0, 0])
 
     def _whole(self, call: SplitCall, name: str, x: Any) -> Any:
         match name:
