@@ -12,16 +12,20 @@ from tilewise.transport.nodes import launched_world_size
 from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Handle, Message, Transport, travelling
 
-_FORKED: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Groups that a process has from its parent, which forked it after it had joined them."""
+
+class _ForkedGroups:
+    """Groups that a process has from its parent, which forked it after it had joined them."""
+
+    def __init__(self) -> None:
+        self.groups = WeakSet[dist.ProcessGroup]()
+
+    def note(self) -> None:
+        if dist.is_available() and dist.is_initialized():
+            self.groups.update(dist.distributed_c10d._world.pg_map)
 
 
-def _note_fork() -> None:
-    if dist.is_available() and dist.is_initialized():
-        _FORKED.update(dist.distributed_c10d._world.pg_map)
-
-
-os.register_at_fork(after_in_child=_note_fork)
+_FORKED = _ForkedGroups()
+os.register_at_fork(after_in_child=_FORKED.note)
 
 Group: TypeAlias = dist.ProcessGroup | Transport | None
 """The ranks that share a sequence: a ProcessGroup, what loopback passes to a rank, a Transport of
@@ -81,7 +85,7 @@ def transport_for(group: Group = None) -> Transport:
             _refuse_lone_process_of_several()
             return LocalTransport()
     if isinstance(group, dist.ProcessGroup):
-        if _FORKED and group in _FORKED:
+        if group in _FORKED.groups:
             raise ValueError(
                 "this process was forked from one that had joined its group: no connection of the "
                 "group works here, and a call would wait for ever. A data loader's worker needs no "

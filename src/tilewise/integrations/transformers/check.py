@@ -225,7 +225,7 @@ def registered(
         raise ImportError(
             "tilewise.integrations.hf needs transformers: pip install 'tilewise[hf]'"
         ) from error
-    REGISTERED.add(name)
+    REGISTERED.names.add(name)
     lengths = RopeLengths(cp, name)
     attend: Any = attention_of(cp, proven)
     # Rows that move are no part of a compiled graph.

@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tilewise.context_parallel import ContextParallel
+import tilewise as tw
 from tilewise.execution.validation import MOST_SEEDS
 from tilewise.integrations.seeds import agreed_seed
-from tilewise.integrations.transformers.saved import is_split, not_compiled
+from tilewise.integrations.transformers.saved import Shared, is_split, not_compiled
 from tilewise.tokens.dropout import dropped
 
 
 class CallDropout(NamedTuple):
     """The rows of a split call, and the seed from which its modules count theirs."""
 
-    cp: ContextParallel
+    cp: tw.ContextParallel
     seed: int
 
 
@@ -45,6 +45,13 @@ class _State(threading.local):
 
 
 _state = _State()
+
+
+class _Ranks(Shared):
+    """The ranks over which a model runs."""
+
+    def __init__(self, cp: tw.ContextParallel) -> None:
+        self.cp = cp
 
 
 class RowDropout(nn.Dropout):
@@ -83,7 +90,7 @@ class RowDropout(nn.Dropout):
 
 
 @contextmanager
-def rows_dropped(base: Any, cp: ContextParallel) -> Iterator[None]:
+def rows_dropped(base: Any, cp: tw.ContextParallel) -> Iterator[None]:
     """Dropout modules of a model drop by the positions of cp's rows inside."""
     active = [x for x in _dropout_modules(base) if x.training and 0 < x.p < 1]
     if not active or _state.call is not None:
@@ -97,7 +104,7 @@ def rows_dropped(base: Any, cp: ContextParallel) -> Iterator[None]:
         _state.call = None
 
 
-def drop_by_position(called: nn.Module, cp: ContextParallel) -> None:
+def drop_by_position(called: nn.Module, cp: tw.ContextParallel) -> None:
     """Make every split call of a model drop by the positions of cp's rows.
 
     Args:
@@ -106,7 +113,7 @@ def drop_by_position(called: nn.Module, cp: ContextParallel) -> None:
     if "_tilewise_dropout" not in vars(called):  # PEFT's models have base's attributes
         called.register_forward_pre_hook(_before_model)
         called.register_forward_hook(_after_model, always_call=True)
-    called._tilewise_dropout = cp  # pyright: ignore[reportArgumentType]
+    called._tilewise_dropout = _Ranks(cp)  # pyright: ignore[reportArgumentType]
 
 
 def _dropout_modules(base: Any) -> list[RowDropout]:
@@ -159,7 +166,7 @@ def _before_model(called: Any, _: Any) -> None:
     stack = ExitStack()
     _state.models.append(stack)
     if is_split(called):
-        stack.enter_context(rows_dropped(called, called._tilewise_dropout))
+        stack.enter_context(rows_dropped(called, called._tilewise_dropout.cp))
 
 
 @not_compiled

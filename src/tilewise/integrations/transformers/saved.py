@@ -63,20 +63,26 @@ class SplitName(str):
         return self
 
 
-REGISTERED: set[str] = set()
-"""Names of all attentions of this process that are split."""
+class SplitNames:
+    """Names of all attentions of this process that are split."""
+
+    def __init__(self) -> None:
+        self.names = set[str]()
+
+
+REGISTERED = SplitNames()
 
 
 def is_split(model: Any) -> bool:
     """Return whether calls of a model of transformers are split now."""
-    return model.config.get_text_config(decoder=True)._attn_implementation in REGISTERED
+    return model.config.get_text_config(decoder=True)._attn_implementation in REGISTERED.names
 
 
 def use_split_attention(base: Any, name: str) -> None:
     """Make a model's text model call the attention of a name; keep the name of the one before."""
     text = base.config.get_text_config(decoder=True)
     before = _unsplit(base, text._attn_implementation)
-    REGISTERED.add(name)
+    REGISTERED.names.add(name)
     sub_configs = getattr(base.config, "sub_configs", ())
     only = {key: name for key in sub_configs if getattr(base.config, key) is text}
     base.set_attn_implementation(only or name)  # what sees images is not split
@@ -91,7 +97,7 @@ def use_split_attention(base: Any, name: str) -> None:
 def whole_attention(base: Any) -> Iterator[None]:
     """Calls of a model run unsplit inside, with the attention that it had before it was split."""
     names = [(x, x._attn_implementation) for x in _configurations(base)]
-    split = [(x, name) for x, name in names if name in REGISTERED]
+    split = [(x, name) for x, name in names if name in REGISTERED.names]
     for config, name in split:
         config._attn_implementation_internal = _unsplit(base, name)
     try:
@@ -107,7 +113,7 @@ def _unsplit(base: Any, name: str) -> str:
     """
     if isinstance(name, SplitName):
         return name.unsplit
-    return ("sdpa" if base._supports_sdpa else "eager") if name in REGISTERED else name
+    return ("sdpa" if base._supports_sdpa else "eager") if name in REGISTERED.names else name
 
 
 def _configurations(base: nn.Module) -> list[Any]:
