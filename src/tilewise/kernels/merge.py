@@ -1,6 +1,6 @@
 """Merging partial attentions of the same queries over disjoint keys, exactly.
 
-Kernels merge into accumulators, the executor on arrival, the tree in its reduction.
+Kernels merge into accumulators, the executor on arrival, the tree where it combines ranks.
 """
 
 from typing import NamedTuple

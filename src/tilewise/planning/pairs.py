@@ -14,9 +14,9 @@ from tilewise.planning.trials import Trial, Trials, explore
 MAX_MESSAGES = 24_000
 """Messages that each part of a search simulates: ten thousand take about a second."""
 
-LARGE_WORLD = 128
-"""Ranks above which a part simulates half as many: there the fastest pairs take longest, with all
-their ranks."""
+LARGE_WORLDS = (128, 1024)
+"""Above each of these numbers of ranks, a part simulates half as many messages: making a plan takes
+longer there, and so do the fastest pairs with all their ranks."""
 
 FINALISTS = 3
 """So many of the fastest pairs are simulated with all ranks, after samples of ranks."""
@@ -97,7 +97,7 @@ class PairSearch:
         progress: Callable[[str], None] = lambda text: None,
     ):
         self.save, self.memory, self.options = model.work.save, memory, options
-        self.max_messages = max_messages // (2 if model.world_size > LARGE_WORLD else 1)
+        self.max_messages = max_messages >> sum(model.world_size > ranks for ranks in LARGE_WORLDS)
         self.keeping, self.progress = keeping, progress
 
         def trials(backward: bool, save: str) -> Trials:
@@ -134,7 +134,7 @@ class PairSearch:
         if model.alike is None and model.world_size > RING_RANKS:
             return None
         rings = (option for option in self.options if option.kind == "ring")
-        option = next(rings, None)  # none serves a canonical reduction
+        option = next(rings, None)  # none serves canonical sums
         return None if option is None else self._pair(option, save)
 
     def _pair(self, option: Option, save: str = "replay") -> Pair:

@@ -20,7 +20,8 @@ from tilewise.simulation.simulator import simulate_pass
 from tilewise.simulation.timeline import Timeline
 
 OVERHEAD = 200
-"""Messages that are simulated in the time in which a plan is lowered."""
+"""Messages that are simulated in the time in which a plan is lowered. A plan of which a sample of
+ranks is simulated is a large one, and takes three times as long."""
 
 MAKING = 100
 """Messages that are simulated in the time in which a small plan is made and bounded; a large one
@@ -152,7 +153,7 @@ class Trials:
             arguments = plan, model.work, model.machine, model.backward
             timeline, symmetry = simulate_pass(*arguments, exact=False if sampled else None)
         assert timeline.recording
-        messages = len(timeline.recording.messages) + OVERHEAD
+        messages = len(timeline.recording.messages) + OVERHEAD * (3 if sampled else 1)
         self.num_messages += messages * (UNLIKE if model.alike is None else 1)
         timeline = replace(timeline, recording=None)
         # Under a full mask ranks of a class do the same, and a sample is exact.
