@@ -197,6 +197,17 @@ def test_the_first_of_many_causal_ranks_has_its_exact_time(name: str):
     assert best.seconds <= TIE * min(one.seconds for one in found)
 
 
+def test_a_spent_budget_does_not_end_the_search_before_an_option_fits():
+    work, cluster = workload(8, num_kv_heads=4, mask=tw.Causal()), CLUSTERS["slow"]
+    work = replace(work, layout=work.layout_for(8))
+    tried = options(work, 8, cluster.node_size)
+    trials = Trials(PassModel(work, cluster, 8, False), tried)
+    forward = [option for option in tried if option.backward is not True]
+    slowest = max((option for option in forward if not option.variant), key=trials.bound)
+    found = explore(forward, [trials], lambda trial: trial.option == slowest, 1)
+    assert slowest in [trial.option for (trial,) in found]
+
+
 def test_a_node_partly_full_does_not_end_the_search_early():
     n, preset = 80, tw.Machine.preset("nvl72")
     work = tw.Workload(n << 10, 32, 8, 128, mask=tw.Causal(), dtype="bfloat16", save="replay")

@@ -170,9 +170,9 @@ def explore(
     """Simulate options in the order of their bounds until no bound is below the best time.
 
     The options are looked at in the order of their bounds; of equal ones the best of each kind and
-    degree, by its shape, comes first. Bounds by steps end when they have taken as long as
-    max_messages would in each pass; simulations end after max_messages in each pass, if some option
-    fits. The other schedules of a tile are tried after its first one: they move the same shards,
+    degree, by its shape, comes first. If some option fits, bounds by steps end when they have taken
+    as long as max_messages would in each pass, and simulations after max_messages in each pass. The
+    other schedules of a tile are tried after its first one: they move the same shards,
     and making them takes time.
 
     Args:
@@ -207,7 +207,7 @@ def explore(
         messages, bounding = spent()
         if best < math.inf and messages >= last_message:
             break
-        if bounding >= last_bound and bounded:
+        if best < math.inf and bounding >= last_bound and bounded:
             queue.clear()
         first_is_due = not explored and len(bounded) >= PATIENCE
         if bounded and (first_is_due or not queue or bounded[0] < queue[0]):
