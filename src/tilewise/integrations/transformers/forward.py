@@ -394,7 +394,9 @@ class SplitForward(Shared):
         return made.to_tuple() if call.as_tuple else made  # pyright: ignore
 
     def _reduced_logits(self, call: SplitCall, result: Mapping[str, Any]) -> Tensor | None:
-        """What a caller makes of each token's logits, gathered, if that is known; else None."""
+        """Reduce logits by token and gather the results; None if the caller's function is not known
+        to act by token.
+        """
         wanted, x = _state.logits, result.get("logits")
         reduce = wanted.reduce
         others = {name for name, x in result.items() if x is not None} - {"loss", "logits", *CACHES}
