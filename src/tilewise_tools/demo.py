@@ -169,7 +169,7 @@ def cases(demo: Demo) -> list[DemoCase]:
     demo_cases: list[DemoCase] = []
     for strategy in STRATEGIES:
         layout = strategy.layout(demo.num_tokens, n)
-        both = (v for v in strategy.at(a, b) if v.backward is None)
+        both = (variant for variant in strategy.at(a, b) if not variant.keeps)
         plans = composed.get(strategy.name) or [variant.make() for variant in both]
         demo_cases += [DemoCase(plan, name, layout) for plan in plans for name in MASKS]
     return demo_cases

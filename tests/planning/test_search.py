@@ -202,7 +202,7 @@ def test_a_spent_budget_does_not_end_the_search_before_an_option_fits():
     work = replace(work, layout=work.layout_for(8))
     tried = options(work, 8, cluster.node_size)
     trials = Trials(PassModel(work, cluster, 8, False), tried)
-    forward = [option for option in tried if option.backward is not True]
+    forward = [option for option in tried if not option.keeps]
     slowest = max((option for option in forward if not option.variant), key=trials.bound)
     found = explore(forward, [trials], lambda trial: trial.option == slowest, 1)
     assert slowest in [trial.option for (trial,) in found]
@@ -214,7 +214,7 @@ def test_a_node_partly_full_does_not_end_the_search_early():
     work = replace(work, layout=work.layout_for(n))
     tried = options(work, n, preset.node_size)
     trials = Trials(PassModel(work, preset, n, False), tried)
-    forward = [option for option in tried if option.backward is not True]
+    forward = [option for option in tried if not option.keeps]
     found = explore(forward, [trials], lambda trial: True, MAX_MESSAGES)
     (best,) = min(found, key=lambda each: each[0].seconds)
     hand = simulate_pass(tw.ulysses(8, inner=tw.ring(10)), work, preset, False)[0]

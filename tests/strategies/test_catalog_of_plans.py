@@ -322,3 +322,27 @@ def test_plans_inside_others_are_made_for_the_heads_too():
         there = pickle.loads(pickle.dumps(plan))
         assert plan.tuned(*heads) == wanted == there.tuned(*heads)
         assert plan.tuned(64, 64) == plan
+
+
+@pytest.mark.parametrize("save", ["replay", "gathered"])
+def test_backward_has_its_own_order_in_a_mesh_and_in_plans_around_one(save: str):
+    back, pair = tw.mesh(16, 4, kv_bytes=0.25, backward=True), tw.ring(2)
+    made = [
+        (tw.mesh(16, 4), back),
+        (tw.mesh(16, 4, kv_bytes=0.25), back),
+        (tw.ulysses(2, inner=tw.mesh(16, 4, kv_bytes=0.25)), tw.ulysses(2, inner=back)),
+        (tw.hierarchical(tw.mesh(16, 4), pair), tw.hierarchical(back, pair)),
+    ]
+    for plan, in_backward in made:
+        work = tw.Workload(4 * plan.world_size, 64, 8, 128, save=save)
+        there = pickle.loads(pickle.dumps(plan))
+        for forward, backward in (work.resolve(plan), work.resolve(there)):
+            assert forward.plan != in_backward
+            assert backward.plan == (forward.plan if save == "gathered" else in_backward)
+        assert tw.volume(plan, work).forward == tw.volume(in_backward, work).forward
+
+
+def test_orders_that_weigh_no_bytes_serve_both_passes():
+    for schedule in ("kv_first", "gather"):
+        plan = tw.mesh(16, 4, schedule)
+        assert plan.in_backward() is plan and plan.tuned(64, 8) is plan

@@ -184,8 +184,8 @@ def test_few_held_shards_take_less_memory_than_all(backward: bool):
 
     bounded = peak(tw.mesh(64, 4, held=7, backward=backward))
     assert bounded < 0.55 * peak(tw.mesh(64, 4, "kv_first"))
-    # In backward the partials of queries weigh as much as what eager holds longer.
-    assert bounded < (1.01 if backward else 0.96) * peak(tw.mesh(64, 4, "eager"))
+    # In its order for backward, eager lets KV partials go early and holds little.
+    assert bounded < (1.1 if backward else 0.96) * peak(tw.mesh(64, 4, "eager"))
 
 
 def test_a_bounded_mesh_is_exact():

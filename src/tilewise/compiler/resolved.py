@@ -97,13 +97,15 @@ def resolve_passes(
     What backward does about operands is for the forward plan and save to say.
 
     Args:
-        backward_plan: None: plan.
+        backward_plan: None: plan. Either in the order that it has for backward, unless backward
+            runs on what forward gathered.
     Raises:
         ValueError: if a plan does not fit the call, or the two do not fit each other.
     """
     forward = backward = _resolved(call, plan)
-    if backward_plan is not None:
-        backward = _resolved(call, backward_plan)
+    gathered = saving(forward.plan, call.save) == "gathered"
+    if backward_plan is not None or not gathered:
+        backward = _resolved(call, backward_plan or plan, backward=True)
     if backward.plan.replicated_queries != forward.plan.replicated_queries:
         every, own = sorted((forward, backward), key=lambda one: not one.plan.replicated_queries)
         raise ValueError(
@@ -118,7 +120,6 @@ def resolve_passes(
     for one in (forward, backward):
         if not one.plan.traits.proven:  # tests prove what strategies make
             check_before_run(one.plan, call.mask, one.layouts)
-    gathered = saving(forward.plan, call.save) == "gathered"
     if gathered:
         check_gathered(forward.plan, backward.plan)
     payload = backward.payload._replace(backward=True, saved=gathered)
@@ -126,10 +127,12 @@ def resolve_passes(
     return passes
 
 
-def _resolved(call: CallShape, plan: Plan) -> ResolvedPass:
-    """The plan's forward pass."""
+def _resolved(call: CallShape, plan: Plan, backward: bool = False) -> ResolvedPass:
+    """One pass of the plan, with what travels forward."""
     heads = call.num_heads, call.num_kv_heads
     plan = plan.tuned(*heads)
+    if backward:
+        plan = plan.in_backward()
     check_made_for(plan, call.mask, call.layout)
     layouts = shard_layouts(plan, call.layout, call.kv_layout, call.q_positions)
     if plan.made_for and call.kv_layout not in (None, call.layout):

@@ -178,6 +178,20 @@ class HeadTuning(NamedTuple):
         return self.make(*self.known, num_heads, num_kv_heads)
 
 
+class BackwardOrder(NamedTuple):
+    """The way to make a plan anew in the order that suits the backward pass, where other tensors
+    travel than in forward.
+
+    Attributes:
+        make: (*known) -> Plan, a module's function, so that it can be pickled. It moves and
+            computes what the plan at hand does, in another order.
+        known: what it is made of: values.
+    """
+
+    make: Callable[..., Plan]
+    known: tuple[Any, ...]
+
+
 class WholeRows(NamedTuple):
     """The way to make a plan anew in which one tile of a rank has all that its rows meet.
 
@@ -229,6 +243,7 @@ class Traits(NamedTuple):
             who compose plans.
         made_for: the mask and the layout that a mask-aware plan covers, and no other.
         tuning: how to make such a plan anew for heads; None: it is for any, or for its own.
+        backward_order: how to make the plan that backward runs; None: this one.
         whole_rows: how to make the plan anew so that it merges no results; None: it merges some.
         proven: tests prove what the strategy makes; any other plan is checked before it first runs.
         exchanges: steps that are exchanges of whole teams; a pruned plan keeps them.
@@ -238,6 +253,7 @@ class Traits(NamedTuple):
     head_split: tuple[int, Plan] | None = None
     made_for: tuple[Hashable, Hashable] | None = None
     tuning: HeadTuning | None = None
+    backward_order: BackwardOrder | None = None
     whole_rows: WholeRows | None = None
     proven: bool = False
     exchanges: tuple[TeamExchange, ...] = ()
@@ -450,6 +466,16 @@ class Plan(OpaqueValue):
     def _tuned(self, num_heads: int, num_kv_heads: int) -> Plan:
         assert self.traits.tuning is not None
         return self.traits.tuning.plan(num_heads, num_kv_heads)
+
+    def in_backward(self) -> Plan:
+        """The plan that backward runs where none is given: itself, or made anew in another order."""
+        return self if self.traits.backward_order is None else self._in_backward()
+
+    @kept_with_plan(keep=1)
+    def _in_backward(self) -> Plan:
+        order = self.traits.backward_order
+        assert order is not None
+        return order.make(*order.known)
 
     def replaced(self, name: str, steps: Iterable[Step]) -> Plan:
         """This plan with other steps, of which nobody knows more than they say."""

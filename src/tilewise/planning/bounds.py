@@ -169,10 +169,10 @@ def steps_bound(model: PassModel, option: Option) -> StepsBound:
     unlike = model.alike is None
     if unlike and (model.world_size > MOST_APART or isinstance(model.work.mask, PerHead)):
         return StepsBound(0.0, 0)
-    plan = option.make()
+    resolved = model.work.resolve(option.make())[model.backward]
+    plan = resolved.plan
     degree, inner = plan.traits.head_split or (1, plan)
     layout = model.team_layout(degree)
-    resolved = model.work.resolve(plan)[model.backward]
     if plan.cuts is None:
         resolved = resolved._replace(layouts=(layout, layout))
     cells, reach = model.cells(degree, resolved) if unlike else (None, {})
@@ -191,7 +191,7 @@ def steps_bound(model: PassModel, option: Option) -> StepsBound:
 
 @kept_with_plan(4 * SAMPLED_RANKS)
 def _rank_steps(plan: Plan, rank: int) -> tuple[RankStep, ...]:
-    """The steps of a rank, kept with the plan: backward asks for those of forward."""
+    """The steps of a rank, kept with the plan: backward asks for those of forward, if they are."""
     return plan.rank_steps(rank)
 
 

@@ -52,6 +52,15 @@ class PlanRow(NamedTuple):
     overhead_seconds: float = 0.0  # files of before have none
 
 
+def as_run(plan: Plan, work: Workload) -> tuple[Plan, Plan]:
+    """The plans of the two passes that a plan becomes for a workload, one object if they are one.
+
+    Those of a canonical call are made of the plan itself when it runs.
+    """
+    forward, backward = work.resolve(plan)
+    return (plan, plan) if forward.payload.whole_rows else (forward.plan, backward.plan)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A way to run a workload on a machine.

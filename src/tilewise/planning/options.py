@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tilewise.layouts.layout import zigzag
 from tilewise.masks.base import Causal, Full
-from tilewise.plan.ir import MHA, Plan
+from tilewise.plan.ir import Plan
 from tilewise.simulation.simulator import MOST_APART
 from tilewise.strategies.catalog import (
     MASK_AWARE,
@@ -56,7 +56,7 @@ class Option(NamedTuple):
         order: lower for simpler plans; of equally fast plans that of the lowest order wins.
         make: makes the plan, once.
         shape: of the plan inside a head group.
-        backward: the one pass that it is for; None: both.
+        keeps: whether it is only for runs that keep what forward gathered.
         variant: True for further schedules of a tile, which are tried after its first one.
     """
 
@@ -65,7 +65,7 @@ class Option(NamedTuple):
     order: int
     make: Callable[[], Plan]
     shape: Shape
-    backward: bool | None = None
+    keeps: bool = False
     variant: bool = False
 
     @property
@@ -116,13 +116,9 @@ def options(
     variants.sort(key=lambda pair: (kinds.index(pair[1].kind), pair[0]))
 
     def option(order: int, degree: int, variant: Variant) -> Option:
-        is_variant = variant.schedule == "eager" or (
-            variant.schedule == "greedy" and variant.backward is not None
-        )
+        is_variant = variant.schedule == "eager" or variant.keeps
         make = cache(_headed(degree, variant.make))
-        return Option(
-            variant.kind, degree, order, make, variant.shape, variant.backward, is_variant
-        )
+        return Option(variant.kind, degree, order, make, variant.shape, variant.keeps, is_variant)
 
     return [option(order, *pair) for order, pair in enumerate(variants)]
 
@@ -142,10 +138,11 @@ def _inside(
         yield Variant("ulysses", partial(ring, 1), Shape(1, 1, ((1, 1),)))
         return
     few_ranks = n <= UNLIKE_RANKS if unlike else True
+    kv_bytes = None if work.wires.latent is None else work.kv_bytes(degree)
     for strategy in (entry for entry in STRATEGIES if not entry.decodes):
         affordable = world_size <= UNLIKE_RANKS if strategy.uneven else few_ranks
         if affordable or strategy.make is ring:
-            yield from _variants(strategy, n, work.kv_bytes(degree))
+            yield from _variants(strategy, n, kv_bytes)
     node = node_size // degree if node_size % degree == 0 else 1
     if few_ranks:
         yield from _of_two_levels(n, node, any_size=not unlike and world_size <= ANY_NODE_RANKS)
@@ -157,11 +154,11 @@ def _headed(degree: int, make: Callable[[], Plan]) -> Callable[[], Plan]:
     return lambda: ulysses(degree, inner=make())
 
 
-def _variants(strategy: StrategyEntry, n: int, kv_bytes: float) -> Iterator[Variant]:
+def _variants(strategy: StrategyEntry, n: int, kv_bytes: float | None) -> Iterator[Variant]:
     """A strategy's plans on n ranks, of each shape the cheapest to make first."""
 
-    def cost(variant: Variant) -> tuple[int, int]:
-        return SCHEDULES.index(variant.schedule), (None, False, True).index(variant.backward)
+    def cost(variant: Variant) -> tuple[int, bool]:
+        return SCHEDULES.index(variant.schedule), variant.keeps
 
     for a, b in strategy.factors(n):
         variants = (variant for variant in strategy.at(a, b, kv_bytes) if not variant.degenerate)
@@ -177,7 +174,7 @@ def _of_two_levels(n: int, node: int, any_size: bool) -> Iterator[Variant]:
     """
 
     def nested(size: int) -> list[Variant]:
-        variants = (v for entry in STRATEGIES if entry.nests for v in _variants(entry, size, MHA))
+        variants = (v for entry in STRATEGIES if entry.nests for v in _variants(entry, size, None))
         return [variant for variant in variants if variant.schedule in QUICK]
 
     for size in divisors(n)[1:-1] if any_size else [node]:
@@ -198,7 +195,7 @@ def _hierarchical(between: Callable[[], Plan], inside: Callable[[], Plan]) -> Pl
 
 def _usual(variant: Variant) -> bool:
     """Return whether a plan is one of the few to try where a choice must not take long."""
-    is_quick = variant.schedule in (*QUICK, "greedy") and variant.backward is None
+    is_quick = variant.schedule in (*QUICK, "greedy") and not variant.keeps
     return is_quick and variant.kind != "hierarchical"
 
 

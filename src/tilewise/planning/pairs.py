@@ -146,12 +146,10 @@ class PairSearch:
         pairs: list[Pair] = []
         if self.save != "gathered":
             searches = self.forward, self.backward["replay"]
-            common = [option for option in self.options if not option.own_shards]
+            common = [x for x in self.options if not x.own_shards and not x.keeps]
             for name, trials in zip(("forward", "backward"), searches, strict=True):
                 self.progress(f"plans for the {name} pass")
-                backward = trials.model.backward
-                pass_options = [option for option in common if option.backward in (None, backward)]
-                explore(pass_options, [trials], self._fits, self.max_messages)
+                explore(common, [trials], self._fits, self.max_messages)
             trials_by_pass = ([*trials.tried.values()] for trials in searches)
             pairs += [
                 Pair(forward_trial, backward_trial, "replay")
@@ -174,11 +172,10 @@ class PairSearch:
 
         They are plans with shards of their own, and plans that keep what forward gathered.
         """
-        options = [x for x in self.options if not x.variant or x.backward is not False]
         if self.save != "gathered":
-            yield "replay", [option for option in options if option.own_shards]
+            yield "replay", [option for option in self.options if option.own_shards]
         if self.save != "replay":
-            yield "gathered", [x for x in options if self.keeping or x.kind == "ulysses"]
+            yield "gathered", [x for x in self.options if self.keeping or x.kind == "ulysses"]
 
     def _fits(self, trial: Trial) -> bool:
         """Return whether a trial that is the fastest so far fits."""
@@ -233,7 +230,7 @@ class PairSearch:
             return pairs_to_add  # one more takes seconds
         passes = self.forward, self.backward["replay"]
         nearest = sorted(
-            (option for option in self.options[1:] if option.backward is None),
+            (option for option in self.options[1:] if not option.keeps),
             key=lambda option: sum(trials.bound(option) for trials in passes),
         )
         messages_before = self._num_messages

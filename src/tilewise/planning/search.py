@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tilewise.arguments import MOST_RANKS, checks_arguments, listed, require_range, whole_number
 from tilewise.plan.builder import gc_paused
 from tilewise.plan.ir import Plan
-from tilewise.planning.candidate import Candidate, Distances, PlanRow
+from tilewise.planning.candidate import Candidate, Distances, PlanRow, as_run
 from tilewise.planning.candidate_format import with_save
 from tilewise.planning.distances import least_bytes, least_seconds
 from tilewise.planning.options import options
@@ -146,8 +146,7 @@ def candidate_of(plan: Plan, work: Workload, machine: Machine) -> Candidate:
         work,
         machine,
         plan.name,
-        plan,
-        plan,
+        *as_run(plan, work),
         work.layout_for(n),
         work.save or plan.default_save,
         wires_of(work.wire, work.wire_dtype),
@@ -199,9 +198,13 @@ def _padded(padded_work: Workload, work: Workload) -> str:
 
 
 def _plans(pair: Pair) -> tuple[Plan, Plan]:
-    forward, backward = pair.forward, pair.backward
-    plan = with_save(forward.plan, pair.save)
-    return plan, plan if backward.option == forward.option else with_save(backward.plan, pair.save)
+    """The plans of the two passes as they run."""
+    forward, backward = (
+        as_run(x.plan, x.model.work)[x.model.backward] for x in (pair.forward, pair.backward)
+    )
+    plan = with_save(forward, pair.save)
+    is_one = pair.one_plan and backward.name == forward.name
+    return plan, plan if is_one else with_save(backward, pair.save)
 
 
 def _candidate(

@@ -72,8 +72,8 @@ class Trial:
     @property
     def _most_bytes(self) -> int:
         """Upper bound of a rank's memory: every shard it touches, never freed, times COPIES."""
-        work, plan = self.model.work, self.plan
-        resolved = work.resolve(plan)[self.model.backward]
+        resolved = self.model.work.resolve(self.plan)[self.model.backward]
+        plan = resolved.plan
         if resolved.then is not None:
             return sys.maxsize
         payload = resolved.payload._replace(saved=False)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from tilewise.layouts.balanced import balanced
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Mask
-from tilewise.plan.ir import MHA, Plan
+from tilewise.plan.ir import Plan
 from tilewise.plan.payload import head_groups
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.attention2d import attention2d
@@ -72,7 +72,9 @@ class Variant(NamedTuple):
     make: Callable[[], Plan]
     shape: Shape
     schedule: str = ""  # of a mesh; "held" if it holds as few shards at once as it can
-    backward: bool | None = None  # the one pass that it is for; None: both
+    # the order of backward in both passes: for runs that keep what forward gathered, where else
+    # both would have forward's
+    keeps: bool = False
     # exact, and not tried: another's plan, as mesh(n, q_tile=1) is ring(n), or only to compare with
     degenerate: bool = False
 
@@ -83,30 +85,24 @@ def _rings(n: int) -> Iterator[Variant]:
     yield Variant("ring of q", moves_q, shape, degenerate=n == 1)
 
 
-def _meshes(a: int, b: int, kv_bytes: float) -> Iterator[Variant]:
-    """A tile in every schedule, those that weigh bytes also for these bytes and for each pass."""
+def _meshes(a: int, b: int, kv_bytes: float | None) -> Iterator[Variant]:
+    """A tile in every schedule."""
     gathered, thin = Shape(a, b, ((a, b),), at_once=True), 1 in (a, b)
     shape = Shape(a, b, ((a, 1), (1, b)))  # a call reads what one arrival makes possible
     for schedule in SCHEDULES:
-        make = partial(mesh, a * b, a, schedule)
+        make = partial(mesh, a * b, a, schedule, kv_bytes=kv_bytes)
         if schedule == "paper":
             yield Variant("mesh", make, shape, schedule, degenerate=True)
-            continue
-        if schedule in ("kv_first", "gather"):
-            is_degenerate = thin and not (schedule == "gather" and a > 1)
-            known_shape = gathered if schedule == "gather" else shape
-            yield Variant("mesh", make, known_shape, schedule, degenerate=is_degenerate)
-            continue
-        weighed = partial(make, kv_bytes=kv_bytes)
-        if kv_bytes != MHA:
-            yield Variant("mesh", weighed, shape, schedule, False, thin)
-        yield Variant("mesh", make, shape, schedule, None, thin)
-        yield Variant("mesh", partial(weighed, backward=True), shape, schedule, True, thin)
-    for backward in () if thin else (False, True):
-        make_held = partial(
-            mesh, a * b, a, kv_bytes=kv_bytes, backward=backward, held=least_held(a, b)
-        )
-        yield Variant("mesh", make_held, shape, "held", backward)
+        elif schedule == "gather":
+            yield Variant("mesh", make, gathered, schedule, degenerate=thin and a == 1)
+        else:
+            yield Variant("mesh", make, shape, schedule, degenerate=thin)
+            if schedule != "kv_first":
+                keeps = partial(make, backward=True)
+                yield Variant("mesh", keeps, shape, schedule, keeps=True, degenerate=thin)
+    if not thin:
+        make = partial(mesh, a * b, a, kv_bytes=kv_bytes, held=least_held(a, b))
+        yield Variant("mesh", make, shape, "held")
 
 
 def _grids(rows: int, columns: int) -> Iterator[Variant]:
@@ -125,7 +121,7 @@ class StrategyEntry(NamedTuple):
         make: the public function, of a and b if the ranks are cut, else of their number.
         shape: of its one plan on a x b ranks.
         forms: (a, b, kv_bytes) -> its plans on a x b ranks, if it has several; first the one to
-            take when in doubt. kv_bytes: of a KV shard per byte of a query shard. With neither
+            take when in doubt. kv_bytes: as for mesh. With neither
             shape nor forms it composes plans, and who composes them says which.
         cut: what a and b are. "nodes": num_nodes, node_size; "grid": any two factors; "tile": the
             same, and 1 is as good as others; "": only their product counts.
@@ -138,7 +134,7 @@ class StrategyEntry(NamedTuple):
 
     make: Callable[..., Plan]
     shape: Callable[[int, int], Shape] | None = None
-    forms: Callable[[int, int, float], Iterable[Variant]] | None = None
+    forms: Callable[[int, int, float | None], Iterable[Variant]] | None = None
     cut: Literal["", "nodes", "grid", "tile"] = ""
     layout: Callable[[int, int], Layout] = zigzag
     levels: bool = False
@@ -150,7 +146,7 @@ class StrategyEntry(NamedTuple):
     def name(self) -> str:
         return self.make.__name__
 
-    def at(self, a: int, b: int, kv_bytes: float = MHA) -> Iterator[Variant]:
+    def at(self, a: int, b: int, kv_bytes: float | None = None) -> Iterator[Variant]:
         """Its plans on a x b ranks."""
         if self.forms:
             yield from self.forms(a, b, kv_bytes)
@@ -164,7 +160,7 @@ class StrategyEntry(NamedTuple):
         pairs = [(d, world_size // d) for d in divisors(world_size)]
         return pairs[::-1] if self.cut == "nodes" else pairs if self.cut else pairs[:1]
 
-    def variants(self, world_size: int, kv_bytes: float = MHA) -> Iterator[Variant]:
+    def variants(self, world_size: int, kv_bytes: float | None = None) -> Iterator[Variant]:
         """All its plans on a number of ranks."""
         for a, b in self.factors(world_size):
             yield from self.at(a, b, kv_bytes)

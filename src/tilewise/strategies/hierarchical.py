@@ -8,6 +8,7 @@ from tilewise.arguments import checks_arguments, require_type
 from tilewise.plan.builder import RankBuilder
 from tilewise.plan.ir import (
     MHA,
+    BackwardOrder,
     HeadTuning,
     Item,
     Plan,
@@ -191,8 +192,17 @@ def hierarchical(outer: Plan, inner: Plan) -> Plan:
     tuning = None
     if any(plan.traits.tuning for plan in (outer, inner)):
         tuning = HeadTuning(_for_heads, (outer, inner), MHA)
-    traits = Traits((*inner.traits.shifts, *outer_shifts), tuning=tuning, proven=proven)
+    order = None
+    if any(plan.traits.backward_order for plan in (outer, inner)):
+        order = BackwardOrder(_in_backward, (outer, inner))
+    traits = Traits(
+        (*inner.traits.shifts, *outer_shifts), tuning=tuning, backward_order=order, proven=proven
+    )
     return Plan(name, n, 1, own_shards(n), script=_script(outer, inner), traits=traits)
+
+
+def _in_backward(outer: Plan, inner: Plan) -> Plan:
+    return hierarchical(outer.in_backward(), inner.in_backward())
 
 
 def _for_heads(outer: Plan, inner: Plan, *heads: int) -> Plan:

@@ -14,7 +14,16 @@ from typing import get_args
 
 from tilewise.arguments import Schedule, checks_arguments, positive_number, whole_number
 from tilewise.plan.builder import RankBuilder, goes_home, operand, partial
-from tilewise.plan.ir import MHA, HeadTuning, Plan, RankStep, Side, Traits, own_shards
+from tilewise.plan.ir import (
+    MHA,
+    BackwardOrder,
+    HeadTuning,
+    Plan,
+    RankStep,
+    Side,
+    Traits,
+    own_shards,
+)
 from tilewise.plan.payload import ShardWeights, shard_weights
 from tilewise.plan.shifts import Shift
 from tilewise.strategies.mesh_schedules.greedy import (
@@ -52,17 +61,19 @@ def mesh(
             for machines on which all blocks of a tile take so many times as long as all its
             messages; "paper" takes them to be equally long.
         kv_bytes: bytes of a KV shard per byte of a query shard, 2 * num_kv_heads / num_heads. None:
-            2, of as many KV heads as query heads; without q_tile the plan is made anew for the
-            heads that volume, attention and all others find.
-        backward: schedule for the backward pass, whose query shards are larger and whose KV
-            partials travel too. Either plan serves either pass; only the overlap differs.
+            2, of as many KV heads as query heads, until volume, attention or another finds heads
+            and makes the plan anew for them.
+        backward: the order of the backward pass, whose query shards are larger and whose KV
+            partials travel too, in both passes. False: each pass has its own order, and both have
+            forward's if save is "gathered". Only the overlap differs.
         held: query and KV shards that a rank may hold at once, its own and those under way to it
             included; None: all of its tile. The same bytes move. Only with "greedy" or a number.
     """
     owners, n = own_shards(world_size), world_size
-    if q_tile is None and kv_bytes is None:
-        plan = mesh(n, None, schedule, kv_bytes=MHA, backward=backward, held=held)
-        tuning = HeadTuning(_for_heads, (n, schedule, backward, held), MHA)
+    weighs_bytes = schedule not in ("kv_first", "gather")
+    if kv_bytes is None and (weighs_bytes or q_tile is None):
+        plan = mesh(n, q_tile, schedule, kv_bytes=MHA, backward=backward, held=held)
+        tuning = HeadTuning(_for_heads, (n, q_tile, schedule, backward, held), MHA)
         return plan.changed(traits=plan.traits._replace(tuning=tuning))
     kv_bytes = MHA if kv_bytes is None else kv_bytes
     positive_number("kv_bytes", kv_bytes, ": 2 num_kv_heads / num_heads, 2 for MHA")
@@ -88,13 +99,20 @@ def mesh(
     suffix = "" if kv_bytes == MHA else f", kv_bytes={kv_bytes}"
     suffix += ", backward=True" * backward + (f", held={held}" if held is not None else "")
     free = schedule == "gather"
+    order = None
+    if weighs_bytes and not backward:
+        order = BackwardOrder(_in_backward, (n, a, schedule, kv_bytes, held))
     return Plan(
         f"mesh({n}, q_tile={a}, schedule={schedule!r}{suffix})",
         n,
         1,
         owners,
         script=script,
-        traits=Traits((Shift(1, a, free=free), Shift(a, n // a, free=free)), proven=True),
+        traits=Traits(
+            (Shift(1, a, free=free), Shift(a, n // a, free=free)),
+            proven=True,
+            backward_order=order,
+        ),
     )
 
 
@@ -121,8 +139,15 @@ def least_tile(world_size: int, kv_bytes: float, backward: bool = False) -> int:
     return min(divisors(world_size), key=sent_bytes)
 
 
+def _in_backward(
+    n: int, q_tile: int, schedule: Schedule | float, kv_bytes: float, held: int | None
+) -> Plan:
+    return mesh(n, q_tile, schedule, kv_bytes=kv_bytes, backward=True, held=held)
+
+
 def _for_heads(
     n: int,
+    q_tile: int | None,
     schedule: Schedule | float,
     backward: bool,
     held: int | None,
@@ -130,7 +155,7 @@ def _for_heads(
     num_kv_heads: int,
 ) -> Plan:
     kv_bytes = 2 * num_kv_heads / num_heads
-    return mesh(n, None, schedule, kv_bytes=kv_bytes, backward=backward, held=held)
+    return mesh(n, q_tile, schedule, kv_bytes=kv_bytes, backward=backward, held=held)
 
 
 def _check_held(held: int, shape: tuple[int, int], schedule: Schedule | float) -> None:

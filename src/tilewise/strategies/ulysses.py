@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from tilewise.arguments import checks_arguments, require_type, whole_number
 from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import (
+    BackwardOrder,
     HeadTuning,
     Item,
     Plan,
@@ -107,6 +108,9 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
     tuning = inner.traits.tuning
     if tuning is not None:
         tuning = HeadTuning(_for_heads, (degree, tuning), tuning.kv_bytes)
+    order = None
+    if inner.traits.backward_order is not None:
+        order = BackwardOrder(_in_backward, (degree, inner))
     whole_rows = None
     if one_inner_rank or inner.traits.whole_rows is not None:
         whole_rows = WholeRows(_whole_rows, (degree, inner.traits.whole_rows))
@@ -114,12 +118,17 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
         shifts,
         head_split=split,
         tuning=tuning,
+        backward_order=order,
         proven=proven,
         exchanges=exchanges,
         whole_rows=whole_rows,
     )
     plan_arguments = {"script": script, "default_save": save, "traits": traits}
     return Plan(name, n, degree, own_shards(n), **plan_arguments)
+
+
+def _in_backward(degree: int, inner: Plan) -> Plan:
+    return ulysses(degree, inner.in_backward())
 
 
 def _whole_rows(degree: int, inner: WholeRows | None, side: Side) -> Plan:

@@ -131,7 +131,7 @@ def _usual(strategy: catalog.StrategyEntry, setting: _Setting) -> Planned:
     factors = near_square(setting.n)
     if strategy.cut:
         factors = setting.two(strategy.name, nodes=strategy.cut == "nodes")
-    plan = next(strategy.at(*factors, setting.kv_bytes)).make()
+    plan = next(strategy.at(*factors)).make()
     if strategy.levels and setting.case.layout == "own":
         return Planned(plan, strategy.layout(setting.case.num_tokens, setting.n))
     return Planned(plan, setting.layout)
@@ -145,10 +145,9 @@ def _of_tiles(setting: _Setting, degree: int = 1) -> Planned:
     """
     layout, n = setting.layout, setting.n // degree
     work = setting.work(layout)
-    kv_bytes = max(setting.kv_bytes, 2 * degree / setting.case.num_heads)
 
     def make_plan(q_tile: int) -> tw.Plan:
-        inner = tw.mesh(n, q_tile, kv_bytes=kv_bytes)
+        inner = tw.mesh(n, q_tile)
         return tw.ulysses(degree, inner) if degree > 1 else inner
 
     shapes = tile_sizes(n) if degree > 1 else divisors(n)
