@@ -102,10 +102,9 @@ def resolve_passes(
     Raises:
         ValueError: if a plan does not fit the call, or the two do not fit each other.
     """
-    forward = backward = _resolved(call, plan)
+    forward = _resolved(call, plan)
     gathered = saving(forward.plan, call.save) == "gathered"
-    if backward_plan is not None or not gathered:
-        backward = _resolved(call, backward_plan or plan, backward=True)
+    backward = _resolved(call, backward_plan or plan, own_order=not gathered)
     if backward.plan.replicated_queries != forward.plan.replicated_queries:
         every, own = sorted((forward, backward), key=lambda one: not one.plan.replicated_queries)
         raise ValueError(
@@ -127,11 +126,15 @@ def resolve_passes(
     return passes
 
 
-def _resolved(call: CallShape, plan: Plan, backward: bool = False) -> ResolvedPass:
-    """One pass of the plan, with what travels forward."""
+def _resolved(call: CallShape, plan: Plan, own_order: bool = False) -> ResolvedPass:
+    """One pass of the plan, with what travels forward.
+
+    Args:
+        own_order: take the order that the plan has for backward.
+    """
     heads = call.num_heads, call.num_kv_heads
     plan = plan.tuned(*heads)
-    if backward:
+    if own_order:
         plan = plan.in_backward()
     check_made_for(plan, call.mask, call.layout)
     layouts = shard_layouts(plan, call.layout, call.kv_layout, call.q_positions)

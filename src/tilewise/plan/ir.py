@@ -468,7 +468,7 @@ class Plan(OpaqueValue):
         return self.traits.tuning.plan(num_heads, num_kv_heads)
 
     def in_backward(self) -> Plan:
-        """The plan that backward runs where none is given: itself, or made anew in another order."""
+        """The plan that backward runs: itself, or made anew in the order that suits that pass."""
         return self if self.traits.backward_order is None else self._in_backward()
 
     @kept_with_plan(keep=1)

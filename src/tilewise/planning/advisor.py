@@ -25,10 +25,9 @@ from tilewise.planning.search import search
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS
 from tilewise.simulation.simulator import Simulation, simulate
-from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.catalog import divisors
-from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.ring import ring
+from tilewise.strategies.staged import staged_all_gather
 from tilewise.strategies.ulysses import ulysses
 from tilewise.workload import LAYOUTS, Workload
 
@@ -113,10 +112,7 @@ def _ring(ranks: int, degree: int, node_size: int) -> Plan:
 
 
 def _all_gather(ranks: int, degree: int, node_size: int) -> Plan:
-    """A gather over whole nodes in stages: as in NCCL's, a shard enters each node once."""
-    if ranks <= node_size or ranks % node_size or node_size == 1:
-        return all_gather(ranks)
-    return hierarchical(all_gather(ranks // node_size), all_gather(node_size))
+    return staged_all_gather(ranks, node_size)
 
 
 def _ulysses(ranks: int, degree: int, node_size: int) -> Plan:

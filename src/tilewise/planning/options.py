@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tilewise.layouts.layout import zigzag
 from tilewise.masks.base import Causal, Full
-from tilewise.plan.ir import Plan
+from tilewise.plan.ir import MHA, Plan
 from tilewise.simulation.simulator import MOST_APART
 from tilewise.strategies.catalog import (
     MASK_AWARE,
@@ -116,9 +116,10 @@ def options(
     variants.sort(key=lambda pair: (kinds.index(pair[1].kind), pair[0]))
 
     def option(order: int, degree: int, variant: Variant) -> Option:
-        is_variant = variant.schedule == "eager" or variant.keeps
         make = cache(_headed(degree, variant.make))
-        return Option(variant.kind, degree, order, make, variant.shape, variant.keeps, is_variant)
+        return Option(
+            variant.kind, degree, order, make, variant.shape, variant.keeps, variant.further
+        )
 
     return [option(order, *pair) for order, pair in enumerate(variants)]
 
@@ -138,11 +139,11 @@ def _inside(
         yield Variant("ulysses", partial(ring, 1), Shape(1, 1, ((1, 1),)))
         return
     few_ranks = n <= UNLIKE_RANKS if unlike else True
-    kv_bytes = None if work.wires.latent is None else work.kv_bytes(degree)
+    kv_bytes = work.kv_bytes(degree)
     for strategy in (entry for entry in STRATEGIES if not entry.decodes):
         affordable = world_size <= UNLIKE_RANKS if strategy.uneven else few_ranks
         if affordable or strategy.make is ring:
-            yield from _variants(strategy, n, kv_bytes)
+            yield from _variants(strategy, n, None if kv_bytes == MHA else kv_bytes)
     node = node_size // degree if node_size % degree == 0 else 1
     if few_ranks:
         yield from _of_two_levels(n, node, any_size=not unlike and world_size <= ANY_NODE_RANKS)
@@ -157,8 +158,8 @@ def _headed(degree: int, make: Callable[[], Plan]) -> Callable[[], Plan]:
 def _variants(strategy: StrategyEntry, n: int, kv_bytes: float | None) -> Iterator[Variant]:
     """A strategy's plans on n ranks, of each shape the cheapest to make first."""
 
-    def cost(variant: Variant) -> tuple[int, bool]:
-        return SCHEDULES.index(variant.schedule), variant.keeps
+    def cost(variant: Variant) -> tuple[int, bool, bool]:
+        return SCHEDULES.index(variant.schedule), variant.further, variant.keeps
 
     for a, b in strategy.factors(n):
         variants = (variant for variant in strategy.at(a, b, kv_bytes) if not variant.degenerate)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from tilewise.layouts.balanced import balanced
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Mask
-from tilewise.plan.ir import Plan
+from tilewise.plan.ir import MHA, Plan
 from tilewise.plan.payload import head_groups
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.attention2d import attention2d
@@ -72,8 +72,9 @@ class Variant(NamedTuple):
     make: Callable[[], Plan]
     shape: Shape
     schedule: str = ""  # of a mesh; "held" if it holds as few shards at once as it can
-    # the order of backward in both passes: for runs that keep what forward gathered, where else
-    # both would have forward's
+    further: bool = False  # one more order of a tile, to be tried after another
+    # a further one, of backward in both passes: for runs that keep what forward gathered, where
+    # else both would have forward's
     keeps: bool = False
     # exact, and not tried: another's plan, as mesh(n, q_tile=1) is ring(n), or only to compare with
     degenerate: bool = False
@@ -86,23 +87,30 @@ def _rings(n: int) -> Iterator[Variant]:
 
 
 def _meshes(a: int, b: int, kv_bytes: float | None) -> Iterator[Variant]:
-    """A tile in every schedule."""
-    gathered, thin = Shape(a, b, ((a, b),), at_once=True), 1 in (a, b)
+    """A tile in every schedule. Those that weigh bytes first weigh them as for MHA, which makes
+    large calls of a tile, and then as the heads have them."""
+    thin, make = 1 in (a, b), partial(mesh, a * b, a, kv_bytes=kv_bytes)
     shape = Shape(a, b, ((a, 1), (1, b)))  # a call reads what one arrival makes possible
     for schedule in SCHEDULES:
-        make = partial(mesh, a * b, a, schedule, kv_bytes=kv_bytes)
-        if schedule == "paper":
-            yield Variant("mesh", make, shape, schedule, degenerate=True)
-        elif schedule == "gather":
-            yield Variant("mesh", make, gathered, schedule, degenerate=thin and a == 1)
-        else:
-            yield Variant("mesh", make, shape, schedule, degenerate=thin)
-            if schedule != "kv_first":
-                keeps = partial(make, backward=True)
-                yield Variant("mesh", keeps, shape, schedule, keeps=True, degenerate=thin)
+        variant = Variant("mesh", partial(make, schedule=schedule), shape, schedule)
+        if schedule == "gather":
+            gathered = Shape(a, b, ((a, b),), at_once=True)
+            yield variant._replace(shape=gathered, degenerate=thin and a == 1)
+            continue
+        variant = variant._replace(degenerate=thin or schedule == "paper")
+        if schedule not in ("greedy", "eager"):
+            yield variant
+            continue
+        further = variant._replace(further=True)
+        first = further if schedule == "eager" else variant
+        if kv_bytes is not None:
+            yield first._replace(make=partial(first.make, kv_bytes=MHA))
+            first = further
+        yield first
+        yield further._replace(make=partial(further.make, backward=True), keeps=True)
     if not thin:
-        make = partial(mesh, a * b, a, kv_bytes=kv_bytes, held=least_held(a, b))
-        yield Variant("mesh", make, shape, "held")
+        make_held = partial(make, held=least_held(a, b))
+        yield Variant("mesh", make_held, shape, "held")
 
 
 def _grids(rows: int, columns: int) -> Iterator[Variant]:
@@ -121,8 +129,8 @@ class StrategyEntry(NamedTuple):
         make: the public function, of a and b if the ranks are cut, else of their number.
         shape: of its one plan on a x b ranks.
         forms: (a, b, kv_bytes) -> its plans on a x b ranks, if it has several; first the one to
-            take when in doubt. kv_bytes: as for mesh. With neither
-            shape nor forms it composes plans, and who composes them says which.
+            take when in doubt. kv_bytes: of the heads, where they are known and not those of MHA.
+            With neither shape nor forms it composes plans, and who composes them says which.
         cut: what a and b are. "nodes": num_nodes, node_size; "grid": any two factors; "tile": the
             same, and 1 is as good as others; "": only their product counts.
         layout: on which a causal mask leaves its ranks, or its calls, even.

@@ -8,7 +8,8 @@ Source: Mesh-Attention (arXiv 2512.20968): assignment matrix, local Q-KV propert
 directions; section 4 for schedules. Departs from it: the owner's own partial never travels.
 """
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import get_args
 
@@ -71,11 +72,7 @@ def mesh(
     """
     owners, n = own_shards(world_size), world_size
     weighs_bytes = schedule not in ("kv_first", "gather")
-    if kv_bytes is None and (weighs_bytes or q_tile is None):
-        plan = mesh(n, q_tile, schedule, kv_bytes=MHA, backward=backward, held=held)
-        tuning = HeadTuning(_for_heads, (n, q_tile, schedule, backward, held), MHA)
-        return plan.changed(traits=plan.traits._replace(tuning=tuning))
-    kv_bytes = MHA if kv_bytes is None else kv_bytes
+    given, kv_bytes = kv_bytes, MHA if kv_bytes is None else kv_bytes
     positive_number("kv_bytes", kv_bytes, ": 2 num_kv_heads / num_heads, 2 for MHA")
     a = least_tile(n, kv_bytes, backward) if q_tile is None else whole_number("q_tile", q_tile)
     pace = None if isinstance(schedule, str | bool) else schedule
@@ -96,12 +93,18 @@ def mesh(
         script = _tile_step_script(n, a, stepwise_tile_steps(a, n // a, str(schedule), costs))
     else:
         script = _tile_step_script(n, a, greedy_tile_steps((a, n // a), costs, held, pace))
-    suffix = "" if kv_bytes == MHA else f", kv_bytes={kv_bytes}"
+    suffix = "" if given is None else f", kv_bytes={given}"
     suffix += ", backward=True" * backward + (f", held={held}" if held is not None else "")
     free = schedule == "gather"
-    order = None
+    tuning = order = None
+    if given is None and (weighs_bytes or q_tile is None):
+        same = functools.partial(mesh, n, q_tile, schedule, backward=backward, held=held)
+        tuning = HeadTuning(_for_heads, (same,), MHA)
     if weighs_bytes and not backward:
-        order = BackwardOrder(_in_backward, (n, a, schedule, kv_bytes, held))
+        in_backward = functools.partial(
+            mesh, n, a, schedule, kv_bytes=given, backward=True, held=held
+        )
+        order = BackwardOrder(in_backward, ())
     return Plan(
         f"mesh({n}, q_tile={a}, schedule={schedule!r}{suffix})",
         n,
@@ -110,8 +113,9 @@ def mesh(
         script=script,
         traits=Traits(
             (Shift(1, a, free=free), Shift(a, n // a, free=free)),
-            proven=True,
+            tuning=tuning,
             backward_order=order,
+            proven=True,
         ),
     )
 
@@ -139,23 +143,8 @@ def least_tile(world_size: int, kv_bytes: float, backward: bool = False) -> int:
     return min(divisors(world_size), key=sent_bytes)
 
 
-def _in_backward(
-    n: int, q_tile: int, schedule: Schedule | float, kv_bytes: float, held: int | None
-) -> Plan:
-    return mesh(n, q_tile, schedule, kv_bytes=kv_bytes, backward=True, held=held)
-
-
-def _for_heads(
-    n: int,
-    q_tile: int | None,
-    schedule: Schedule | float,
-    backward: bool,
-    held: int | None,
-    num_heads: int,
-    num_kv_heads: int,
-) -> Plan:
-    kv_bytes = 2 * num_kv_heads / num_heads
-    return mesh(n, q_tile, schedule, kv_bytes=kv_bytes, backward=backward, held=held)
+def _for_heads(make: Callable[..., Plan], num_heads: int, num_kv_heads: int) -> Plan:
+    return make(kv_bytes=2 * num_kv_heads / num_heads)
 
 
 def _check_held(held: int, shape: tuple[int, int], schedule: Schedule | float) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import tilewise as tw
 from tilewise.simulation.simulator import Simulation, simulate
 from tilewise.strategies.catalog import degrees, near_square
+from tilewise.strategies.staged import staged_all_gather, staged_attention2d
 
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -142,12 +143,12 @@ def methods(n: int, work: tw.Workload, ring_size: int) -> dict[str, Callable[[],
     square, allowed = near_square(n), degrees(n, work.num_heads, work.num_kv_heads)
     plan_makers: dict[str, Callable[[], tw.Plan]] = {
         "ring": lambda: tw.ring(n),
-        "all_gather": lambda: tw.all_gather(n),
+        "all_gather": lambda: staged_all_gather(n, ring_size),
     }
     if n > ring_size and n % ring_size == 0:
         plan_makers["double_ring"] = lambda: tw.double_ring(n // ring_size, ring_size)
     plan_makers["mesh"] = lambda: tw.mesh(n)
-    plan_makers["attention2d"] = lambda: tw.attention2d(*square)
+    plan_makers["attention2d"] = lambda: staged_attention2d(n, ring_size)
     plan_makers["attention2d_overlap"] = lambda: tw.attention2d(*square, overlap=True)
     if n in allowed:
         plan_makers["ulysses"] = lambda: tw.ulysses(n)
