@@ -290,15 +290,22 @@ def test_bad_input_is_one_line(words: list[str], said: str):
 
 def test_a_double_ring_gains_what_a_mesh_does_where_every_device_has_a_nic():
     (table,) = controls(replace(WORK, num_heads=32, num_kv_heads=32), MACHINE, n=64)
-    found = {(row["machine"].split(", ")[1], row["tokens"], row["plan"]): row
+    found = {(row["machine"].split(", ")[1], row["tokens"], row["method"]): row
              for row in records(table)}  # fmt: skip
-    many = found["nodes of 8 with 8 NICs", "256k", "mesh(64, q_tile=8)"]
-    alone = found["nodes of 1 with a NIC", "256k", "mesh(64, q_tile=8)"]
-    assert many["of which topology"] > 2 and many["of which bytes"] < 1.1
+    many = found["nodes of 8 with 8 NICs", "256k", "mesh 8 x 8"]
+    alone = found["nodes of 1 with a NIC", "256k", "mesh 8 x 8"]
+    assert many["of which topology"] > 2 and many["of which bytes"] < 1.3
     assert alone["of which topology"] < 1.1 and alone["of which bytes"] > 2
-    for row in records(table):
-        if row["plan"].startswith("double_ring"):
+    assert {f"USP, {d} x {64 // d}" for d in (2, 4, 8, 16, 32)} < {method for *_, method in found}
+    for (machine, tokens, method), row in found.items():
+        if method == "double ring":
             assert row["over ring"] == row["of which topology"]
+        if method.endswith("held"):
+            whole = found[machine, tokens, method.removesuffix(", held")]
+            assert row["memory"] < whole["memory"] and row["plan"] != whole["plan"]
+        if method == "all-gather, staged" and "nodes of 8" in machine:
+            assert row["time"] < found[machine, tokens, "all-gather"]["time"]
+        assert row["fits"] == ("yes" if row["memory"] <= MACHINE.memory_bytes else "no")
 
 
 def small_contexts(path: Path, draws: int = 2) -> list[StudyTable]:
