@@ -16,6 +16,7 @@ from benchmarks.study.contexts import picture as contexts_picture
 from benchmarks.study.controls import controls
 from benchmarks.study.memory import memory
 from benchmarks.study.parts import journal
+from benchmarks.study.published import published
 from benchmarks.study.simulated import masks, model, scaling, schedules, tiles
 from benchmarks.study.stress import stress
 from benchmarks.study.table import StudyTable, page_of
@@ -58,6 +59,7 @@ STUDIES = MappingProxyType(
         "stress": stress,
         "train": train,
         "video": video,
+        "published": published,
     }
 )
 KEPT = ("contexts", "where")

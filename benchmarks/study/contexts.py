@@ -22,6 +22,7 @@ from benchmarks.study.table import Chart, StudyTable, Value
 from tilewise.masks.lengths import corpus_for
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.catalog import near_square
+from tilewise.strategies.staged import staged_all_gather
 from tilewise.strategies.tiled import tiled_layout
 from tilewise_tools.cli.output import counted, print_error
 from tilewise_tools.report.words import short
@@ -99,7 +100,7 @@ def plan_of(method: str, n: int, work: tw.Workload, mask: tw.masks.Mask) -> tw.P
         case "ring":
             return tw.ring(n)
         case "all_gather":
-            return tw.all_gather(n)
+            return staged_all_gather(n, NODE)
         case "usp":
             return tw.ulysses(NODE, tw.ring(inner))
         case "loongtrain":
@@ -108,10 +109,9 @@ def plan_of(method: str, n: int, work: tw.Workload, mask: tw.masks.Mask) -> tw.P
         case "double_ring":
             return tw.double_ring(inner, NODE)
         case "mesh":
-            return tw.mesh(n, kv_bytes=kv_bytes)
+            return tw.mesh(n)
         case "ulysses_mesh":
-            split = max(kv_bytes, 2 * NODE / work.num_heads)
-            return tw.ulysses(NODE, tw.mesh(inner, kv_bytes=split))
+            return tw.ulysses(NODE, tw.mesh(inner))
     assert isinstance(work.layout, tw.Layout)
     return tw.tiled(mask, work.layout, kv_bytes=kv_bytes)
 

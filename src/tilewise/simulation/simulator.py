@@ -21,7 +21,7 @@ from tilewise.compiler.pruning import all_alike
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.plan.builder import gc_paused
 from tilewise.plan.ir import Plan, find_symmetry
-from tilewise.plan.shifts import Symmetry, relabelled
+from tilewise.plan.shifts import Symmetry, absolute, relabelled
 from tilewise.simulation.disturbance import disturbed
 from tilewise.simulation.engine import Deadlock, EventLoop, PricedProgram
 from tilewise.simulation.halves import EXACT_RANKS, halves_of
@@ -338,8 +338,9 @@ def _simulated(
     if alike is not None and not exact and not machine.is_disturbed:
         symmetry = find_symmetry(plan, blocks(machine, n))
         several = symmetry.members > 1
+        in_place_of_all = _busiest(symmetry, plan) if alike else _own(symmetry)
         if several and (not alike or exact is False or num_messages(plan) > MOST_MESSAGES):
-            return symmetry, plan, _own(symmetry)
+            return symmetry, plan, in_place_of_all
         shifts = symmetry.plan_shifts or find_symmetry(plan).plan_shifts
         if alike and shifts and prune:
             halves = halves_of(plan, shifts, layouts[0].size(0))
@@ -352,7 +353,7 @@ def _simulated(
                     }
                 return every_rank, halves.pruned(plan), models
         if n > EXACT_RANKS and several:
-            return symmetry, plan, _own(symmetry)
+            return symmetry, plan, in_place_of_all
     _check_affordable(plan, machine, exact)
     return every_rank, resolved.pruned if prune else plan, _own(every_rank)
 
@@ -366,6 +367,32 @@ def _own(symmetry: Symmetry) -> dict[int, Model]:
         return {rank: Model(rank) for rank in ranks}
     templates = {rank: symmetry.template(rank) for rank in ranks}
     return {rank: Model(x, relabelled(x, rank, shifts)) for rank, x in templates.items()}
+
+
+def _busiest(symmetry: Symmetry, plan: Plan) -> dict[int, Model]:
+    """The models of the ranks that are simulated under a causal mask on zigzag tokens: of the first
+    and the last of those that are relabelled from one template, the one whose kernels take longer.
+
+    A shard pair is half its queries by all of its keys where the query shard is the lower one, and
+    all of its queries by half its keys elsewhere. The same pairs take longer in the first form,
+    whose queries fill less of a device.
+    """
+    shifts = symmetry.plan_shifts
+    if not shifts:
+        return _own(symmetry)
+    shift_all = sum((shift.radix - 1) * shift.place for shift in shifts)
+    busiest: dict[int, int] = {}
+    for template in {symmetry.template(rank) for rank in symmetry.representatives()}:
+        last = absolute(template, template + shift_all, shifts)
+        busiest[template] = max((template, last), key=lambda rank: _lower_queries(plan, rank))
+    models = {rank: busiest[symmetry.template(rank)] for rank in symmetry.representatives()}
+    return {rank: Model(x, relabelled(x, rank, shifts)) for rank, x in models.items()}
+
+
+def _lower_queries(plan: Plan, rank: int) -> int:
+    """Shard pairs of a rank whose query shard is lower than the KV shard."""
+    tiles = (tile for step in plan.rank_steps(rank) for tile in step.tiles)
+    return sum(q < kv for tile in tiles for q in tile.q for kv in tile.kv)
 
 
 def num_messages(plan: Plan) -> int:
