@@ -14,6 +14,7 @@ import typer
 from benchmarks.study.contexts import METHODS, OWN_USUAL, ROWS, contexts
 from benchmarks.study.contexts import picture as contexts_picture
 from benchmarks.study.controls import controls
+from benchmarks.study.measured import measured
 from benchmarks.study.memory import memory
 from benchmarks.study.parts import journal
 from benchmarks.study.published import published
@@ -60,6 +61,7 @@ STUDIES = MappingProxyType(
         "train": train,
         "video": video,
         "published": published,
+        "measured": measured,
     }
 )
 KEPT = ("contexts", "where")

@@ -56,7 +56,8 @@ def published(
         f"{machine.name}. Documents: one draw of the benchmark's own sampler; theirs are of "
         "another corpus. all_gather is staged. Source: benchmarks/cases/published."
     )
-    yield StudyTable("published", "Published measurements, beside simulations", about, units, rows)
+    title = "Published measurements, beside simulations"
+    yield StudyTable("published_methods", title, about, units, rows)
     yield _orders(rows)
     yield _kernels(machine, folder)
 

@@ -16,6 +16,8 @@ from benchmarks.study.table import StudyTable, Value
 from tilewise.layouts.balanced import default_layout
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.catalog import degrees, near_square, tile_sizes
+from tilewise.strategies.mesh_schedules.greedy import least_held
+from tilewise.strategies.staged import staged_all_gather
 from tilewise.strategies.tiled import tiled_layout
 from tilewise_tools.cli.output import counted
 from tilewise_tools.mask_report.figures import LAYOUTS
@@ -30,7 +32,10 @@ LINKS = MappingProxyType({"causal": (25, 50, 100, 200, 400), "causal_document": 
 NODES = (1, 8)
 TOKENS = (1 << 10, 1 << 12, 1 << 13, 1 << 14, 1 << 16)  # of a device
 HEADS = ((32, 32), (64, 8))
+LEFT_HEADS = ((4, 4), (8, 1), (5, 5), (2, 1))
+"""Heads that tensor parallelism of 8 leaves a device, its node being used up: nodes of one."""
 MASKS = ("causal", "causal_document")
+MAPS = *product(MASKS, HEADS), *(("causal", heads) for heads in LEFT_HEADS)
 ROWS = Path(__file__).parents[1] / "results" / "where.jsonl"
 SHORT = MappingProxyType({"mesh": "mesh", "ulysses x mesh": "u x mesh", "hierarchical": "hier.",
                           "tiled or needed": "for mask"})  # fmt: skip
@@ -59,27 +64,24 @@ def plans(
     if few:
         allowed = [d for d in allowed if d in (8, n)]
     inside = node if node > 1 else near_square(n)[1]
-    kv_bytes = 2 * work.num_kv_heads / work.num_heads
     yield "ring", lambda: tw.ring(n)
-    yield "all-gather", lambda: tw.all_gather(n)
+    yield "all-gather", lambda: staged_all_gather(n, node)
     yield "double ring", lambda: tw.double_ring(n // inside, inside)
     if n in allowed:
         yield "ulysses", lambda: tw.ulysses(n)
     for a in tile_sizes(n) if not few else (None,):
-        yield "mesh", lambda a=a: tw.mesh(n, a, kv_bytes=kv_bytes)
+        yield "mesh", lambda a=a: tw.mesh(n, a)
+        if a is not None:
+            yield "mesh", lambda a=a: tw.mesh(n, a, held=least_held(a, n // a))
     if node > 1:
         yield "hierarchical", lambda: tw.hierarchical(tw.mesh(n // node), tw.ring(node))
     for d in allowed:
         if d == n:
             continue
         yield "usp", lambda d=d: tw.ulysses(d, tw.ring(n // d))
-        split = max(kv_bytes, 2 * d / work.num_heads)
         for a in tile_sizes(n // d) if not few else (near_square(n // d)[1],):
             if 1 < a < n // d:
-                yield (
-                    "ulysses x mesh",
-                    lambda d=d, a=a, s=split: tw.ulysses(d, tw.mesh(n // d, a, kv_bytes=s)),
-                )
+                yield "ulysses x mesh", lambda d=d, a=a: tw.ulysses(d, tw.mesh(n // d, a))
 
 
 class Task(NamedTuple):
@@ -105,7 +107,8 @@ def where(work: tw.Workload, machine: Machine, *, path: Path = ROWS) -> Iterator
     units = {"mask": "", "heads": "", "node": "", "Gbit/s": "", "tokens a device": "", "best": "",
              "plan": "", "time": "s", "best of the known": "", "gain": "x",
              "over ring": "x"}  # fmt: skip
-    tasks = [Task(*x, work, machine) for x in product(MASKS, HEADS, NODES, TOKENS)]
+    cases = *product(MASKS, HEADS, NODES, TOKENS), *product(("causal",), LEFT_HEADS, (1,), TOKENS)
+    tasks = [Task(*case, work, machine) for case in cases]
     known = {json.dumps(row["case"]): row["rows"] for row in read_rows(path) if "case" in row}
     todo = [task for task in tasks if json.dumps(task.key) not in known]
     names = [", ".join(map(str, task.key[:4])) for task in todo]
@@ -121,11 +124,13 @@ def where(work: tw.Workload, machine: Machine, *, path: Path = ROWS) -> Iterator
         f"simulated one by one), kernels of {machine.name}, both passes; head_dim {work.head_dim}, "
         f"{work.dtype}. Gain: time of the fastest of ring, all-gather, double ring, Ulysses "
         f"and USP of any degree over that of the best plan; up to {EQUAL} nothing is gained. Over "
-        "ring: a ring's time over the best plan's. Causal on zigzag tokens. Documents of "
+        "ring: a ring's time over the best plan's. All-gather sends a shard once to each node. "
+        "4:4, 8:1, 5:5 and 2:1 heads are what tensor parallelism of 8 leaves, on nodes of one. "
+        "Causal on zigzag tokens. Documents of "
         "prolong512k, the longest a quarter of the sequence; each plan on the better of zigzag and "
         "zigzag_documents, degrees 8 and all, one shape of a tile."
     )
-    figures = tuple(_map(mask, heads, rows) for mask, heads in product(MASKS, HEADS))
+    figures = tuple(_map(mask, heads, rows) for mask, heads in MAPS)
     yield StudyTable("where", "Where it pays", about, units, rows, figures=figures)
 
 
@@ -208,15 +213,15 @@ def _map(mask: str, heads: tuple[int, int], rows: list[tuple[Value, ...]]) -> Fi
 
 
 def picture(rows: list[tuple[Value, ...]], path: Path) -> None:
-    """Write the four maps as one PNG."""
+    """Write the maps as one PNG."""
     from matplotlib.figure import Figure as Canvas
 
-    canvas = Canvas(figsize=(12, 9.5), layout="constrained")
-    panels = canvas.subplots(2, 2)
-    for axes, (mask, heads) in zip(panels.flat, product(MASKS, HEADS), strict=True):
+    canvas = Canvas(figsize=(12, 16), layout="constrained")
+    panels = canvas.subplots(4, 2)
+    for axes, (mask, heads) in zip(panels.flat, MAPS, strict=True):
         shape = f"{heads[0]}:{heads[1]}"
         mine = [row for row in rows if row[:2] == (mask, shape)]
-        down = [(node, gbit) for node in NODES for gbit in LINKS[mask]]
+        down = list(dict.fromkeys(row[2:4] for row in mine))
         gains = [[next(row for row in mine if row[2:5] == (*at, t)) for t in TOKENS] for at in down]
         values = [[float(row[9] or 1) for row in line] for line in gains]
         axes.imshow(values, cmap="YlGn", vmin=1, vmax=2, aspect="auto")

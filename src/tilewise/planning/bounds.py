@@ -28,7 +28,7 @@ from tilewise.plan.payload import STATISTICS, Payload, accumulator
 from tilewise.plan.row_ranges import count
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel, Reach
-from tilewise.simulation.prices import PassPrices
+from tilewise.simulation.prices import PassPrices, copy_seconds, merge_seconds
 from tilewise.simulation.simulator import MOST_APART
 from tilewise.tiles.call_rows import TileCalls
 from tilewise.tiles.calls import Kind
@@ -129,8 +129,7 @@ def _memory_seconds(model: PassModel, option: Option) -> float:
     pairs = shards[0] * shards[1]  # a call of q x kv shards adds to q and to kv shards
     merged += pairs * rows * min(added[0] / kv + added[1] / q for q, kv in option.shape.calls)
     merged = max(0.0, merged) * (0.5 if model.alike else 1.0)
-    seconds = merged / (3 * machine.merge_bandwidth) if machine.merge_bandwidth else 0.0
-    return seconds + (packed / machine.pack_bandwidth if machine.pack_bandwidth else 0.0)
+    return merge_seconds(machine, merged) + copy_seconds(machine, 2 * packed)
 
 
 def _compute_seconds(model: PassModel, queries: float, keys: float) -> float:
@@ -275,7 +274,7 @@ class _TileBounds:
             begun.update(*both)
         if self.payload.whole_rows:  # nothing is added
             return seconds
-        return seconds + self._prices.merge_seconds(moved)
+        return seconds + merge_seconds(self._prices.machine, moved)
 
     def _calls(self, tile: Tile) -> list[_Call]:
         """The calls of a tile, at least: those of the table, or one of the rows that it reaches."""
@@ -328,11 +327,13 @@ class _TileBounds:
 
     def pack_seconds(self, num_bytes: float) -> float:
         """Return the least seconds of copying what travels."""
-        return self._prices.copy_seconds(2 * num_bytes)
+        return copy_seconds(self._prices.machine, 2 * num_bytes)
 
     def merge_seconds(self, num_bytes: float) -> float:
         """Return the least seconds of adding partials of so many bytes that have arrived."""
-        return 0.0 if self.payload.whole_rows else self._prices.merge_seconds(3 * num_bytes)
+        return (
+            0.0 if self.payload.whole_rows else merge_seconds(self._prices.machine, 3 * num_bytes)
+        )
 
     def _area(self, tile: Tile) -> int:
         """Allowed pairs of a tile."""

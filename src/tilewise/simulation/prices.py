@@ -52,6 +52,16 @@ class OpPrice(NamedTuple):
 _FREE = OpPrice()
 
 
+def copy_seconds(machine: Machine, traffic: float) -> float:
+    """Seconds of copies that read and write so many bytes: each number is read and written."""
+    return traffic / (2 * machine.pack_bandwidth) if machine.pack_bandwidth else 0.0
+
+
+def merge_seconds(machine: Machine, traffic: float) -> float:
+    """Seconds of merges of so many bytes: of each number two are read and one is written."""
+    return traffic / (3 * machine.merge_bandwidth) if machine.merge_bandwidth else 0.0
+
+
 @dataclass(frozen=True)
 class PassPrices:
     """Prices of the operations of one pass on a machine."""
@@ -104,15 +114,15 @@ class PassPrices:
                 return OpPrice(self._latent_seconds(draft.num_rows(op.dlatents), 2))
             case ComputeDelta():
                 views = op.out, op.dout, op.product, op.product, op.delta
-                return OpPrice(memory=self.copy_seconds(sum(map(num_bytes, views))))
+                return OpPrice(memory=copy_seconds(self.machine, sum(map(num_bytes, views))))
         traffic = traffic_bytes(op, num_bytes)  # pyright: ignore
         match op:
             case Merge():
-                seconds = self.machine.merge_seconds + self.merge_seconds(traffic)
+                seconds = self.machine.merge_seconds + merge_seconds(self.machine, traffic)
             case Encode(_, view) | Decode(_, _, view):
-                seconds = self.copy_seconds(2 * PASSES_OF_ENCODING * num_bytes(view))
+                seconds = copy_seconds(self.machine, 2 * PASSES_OF_ENCODING * num_bytes(view))
             case _:
-                seconds = self.copy_seconds(traffic)
+                seconds = copy_seconds(self.machine, traffic)
         return OpPrice(0.0, seconds, 0.0, traffic)
 
     def _attend(self, op: Attend[View], draft: Draft, num_bytes: Callable[[View], int]) -> OpPrice:
@@ -124,7 +134,7 @@ class PassPrices:
         kernel = self.kernel_seconds(call.num_q, area, heads) if area else 0.0
         traffic = traffic_bytes(op, num_bytes)
         moved = traffic - sum(op.made_bytes)
-        memory = len(op.added) * self.machine.merge_seconds + self.merge_seconds(moved)
+        memory = len(op.added) * self.machine.merge_seconds + merge_seconds(self.machine, moved)
         return OpPrice(kernel, memory, 0.0, traffic)
 
     @cached_property
@@ -142,13 +152,3 @@ class PassPrices:
         latent = self.resolved.payload.wires.latent
         assert latent is not None
         return products * rows * latent.flop / self.kernel.speed(rows, rows)
-
-    def copy_seconds(self, traffic: float) -> float:
-        """Seconds of copies: each number is read and written."""
-        bandwidth = self.machine.pack_bandwidth
-        return traffic / (2 * bandwidth) if bandwidth else 0.0
-
-    def merge_seconds(self, traffic: float) -> float:
-        """Seconds of merges: of each number two are read and one is written."""
-        bandwidth = self.machine.merge_bandwidth
-        return traffic / (3 * bandwidth) if bandwidth else 0.0

@@ -106,13 +106,13 @@ def run_exchanges(
             leaving_by_rank[rank] = tuple(leaving)
         for rank, rank_rows in exchange.items():
             posting = machine.message_seconds * (len(rank_rows.sends) + rank_rows.num_recvs)
-            packing = _copy_seconds(machine, row_bytes * rank_rows.packed)
+            packing = copy_seconds(machine, 2 * row_bytes * rank_rows.packed)
             posted = tuple(awaited[rank])
             operations[rank].append(RankOperation(own=packing))
             operations[rank].append(
                 RankOperation(own=posting, leaving=leaving_by_rank[rank], posted=posted)
             )
-            unpacking = _copy_seconds(machine, row_bytes * rank_rows.unpacked)
+            unpacking = copy_seconds(machine, 2 * row_bytes * rank_rows.unpacked)
             operations[rank].append(RankOperation(own=unpacking, awaited=tuple(awaited[rank])))
     programs = tuple(
         PricedProgram(rank, network.compute(rank), call_seconds, tuple(rank_rows))
@@ -125,7 +125,3 @@ def run_exchanges(
     stuck = loop.run()
     assert stuck is None, stuck
     return loop
-
-
-def _copy_seconds(machine: Machine, num_bytes: int) -> float:
-    return num_bytes / machine.pack_bandwidth if machine.pack_bandwidth else 0.0

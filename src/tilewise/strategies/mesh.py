@@ -5,7 +5,7 @@
     rank 1: q0 q1 x kv1 kv3 kv5    query and KV shard lie in its own tile
 
 Source: Mesh-Attention (arXiv 2512.20968): assignment matrix, local Q-KV property, neighbour
-directions; section 4 for schedules. Departs from it: the owner's own partial never travels.
+directions, greedy schedules. Departs from it: the owner's own partial never travels.
 """
 
 import functools

@@ -177,9 +177,10 @@ def _auto(setting: _Setting) -> Planned:
 
 
 def _hierarchical(setting: _Setting) -> tw.Plan:
-    """A tile of whole nodes, a ring inside each."""
+    """A tile of whole nodes, as square as can be, and a ring inside each."""
     node_size = setting.inside("hierarchical", two_levels=True, by_heads=False)
-    return tw.hierarchical(tw.mesh(setting.n // node_size), tw.ring(node_size))
+    nodes = setting.n // node_size
+    return tw.hierarchical(tw.mesh(nodes, near_square(nodes)[0]), tw.ring(node_size))
 
 
 def _ulysses_ring(setting: _Setting, levels: int = 1) -> tw.Plan:

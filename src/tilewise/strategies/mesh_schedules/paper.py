@@ -1,7 +1,8 @@
-"""The greedy schedule of the Mesh-Attention paper, to compare others with.
+"""The greedy schedule of the Mesh-Attention paper, reconstructed, to compare others with.
 
-Source: Mesh-Attention (arXiv 2512.20968), section 4: one transfer at a time, the receive that
-unlocks most blocks per byte, delayed compute. Which block comes first is stated here, as are ties.
+Source: summaries and two figures of Mesh-Attention (arXiv 2512.20968): one transfer at a time, the
+receive that unlocks most blocks per byte, delayed compute. Which block comes first, and what
+happens at ties, is ours.
 """
 
 from functools import lru_cache
