@@ -14,6 +14,7 @@ from tilewise.simulation.disturbance import disturbed
 from tilewise.simulation.engine import LOST, EventLoop, Flow, PricedProgram, RankOperation
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import Network
+from tilewise.simulation.prices import copy_seconds
 from tilewise.simulation.timeline import Timeline
 
 
