@@ -53,8 +53,9 @@ def published(
     ]  # fmt: skip
     about = (
         f"TFLOP/s a GPU, {TOKENS_PER_DEVICE} tokens a GPU, 64:8 heads of 128, bfloat16, on "
-        f"{machine.name}. Documents: one draw of the benchmark's own sampler; theirs are of "
-        "another corpus. all_gather is staged. Source: benchmarks/cases/published."
+        f"{machine.name}. Documents: one draw of prolong512k, the longest a quarter of the "
+        "sequence, as in theirs, which are of another corpus. all_gather is staged. Source: "
+        "benchmarks/cases/published."
     )
     title = "Published measurements, beside simulations"
     yield StudyTable("published_methods", title, about, units, rows)
@@ -81,7 +82,7 @@ def _tflops(work: tw.Workload, devices: int, found: tw.Simulation) -> tuple[floa
 def _speeds(machine: Machine, name: str, gpus: int) -> Iterator[Row]:
     """A row for each method and pass; methods whose plans are equal share a simulation."""
     num_tokens = gpus * TOKENS_PER_DEVICE
-    mask, documents = drawn(name, num_tokens, 0, "longca")
+    mask, documents = drawn(name, num_tokens, 0)
     has_documents = "document" in name
     layout = tw.zigzag_documents(documents, gpus) if has_documents else tw.zigzag(num_tokens, gpus)
     work = _work(mask, num_tokens, layout)
@@ -123,7 +124,7 @@ def _kernels(machine: Machine, folder: Path) -> StudyTable:
         charts.setdefault((row["mask"], row["pass"]), {})[row["kernel"]] = float(row["tflops"])
     rows: list[Row] = []
     for name in MASKS:
-        mask, _ = drawn(name, KERNEL_TOKENS, 0, "longca")
+        mask, _ = drawn(name, KERNEL_TOKENS, 0)
         work = _work(mask, KERNEL_TOKENS, "contiguous")
         ours = _tflops(work, 1, tw.simulate(tw.ring(1), work, machine))
         for which, speed in zip(PASSES, ours, strict=True):
