@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.arguments import checks_arguments, counted, shown, whole_number
+from tilewise.arguments import as_array, checks_arguments, shown, whole_number
 from tilewise.execution.validation import checked_softcap
 from tilewise.masks.base import Mask
 from tilewise.masks.tables import bool_table
@@ -452,8 +452,8 @@ def _sinks(
 def _logits(sink: Tensor | Sequence[float], num_heads: int) -> tuple[float, ...]:
     """Sinks that are wanted, by head."""
     try:
-        values = sink if hasattr(sink, "__array__") else counted("sink", sink)
-        logits = torch.as_tensor(values, dtype=torch.float64)
+        array = as_array("sink", sink.detach() if isinstance(sink, Tensor) else sink)
+        logits = torch.as_tensor(array, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"sink ({shown(sink)}) must be one logit for each of num_heads ({num_heads}) heads"
