@@ -382,7 +382,13 @@ def _is_iterable(value: Any) -> bool:
     """Return whether a value has entries. None of them is made: those of a tensor are tensors."""
     if isinstance(value, str | bytes | Mapping) or getattr(value, "is_nested", False):
         return False
-    return hasattr(type(value), "__iter__") and getattr(value, "ndim", 1) > 0
+    if hasattr(value, "ndim"):
+        return value.ndim > 0
+    try:
+        iter(value)
+    except TypeError:
+        return False
+    return True
 
 
 def checks_arguments(function: Callable[P, T]) -> Callable[P, T]:
