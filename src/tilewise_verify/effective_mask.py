@@ -319,7 +319,7 @@ def effective_mask(  # noqa: PLR0913 - what is asked for, by name
     size = math.sqrt(SPREAD / (abs(scale) * math.sqrt(head_dim)))
     shapes = (num_tokens, num_heads, head_dim), (num_tokens, num_kv_heads, head_dim)
     probe = _Probe(attend, *(size * torch.randn(shape, generator=generator) for shape in shapes))
-    weights, value_heads = _checked(probe)
+    weights, value_heads, _ = _checked(probe)
     errors, slopes, key_heads = zip(*_fits(probe, weights, None), strict=True)
     read_softcap = _softcap(probe, [slopes, [scale] * num_heads])
     if read_softcap is not None:  # the scale of scores before they are capped
