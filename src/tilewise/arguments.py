@@ -366,7 +366,7 @@ def as_array(name: str, values: Any, dims: int = 1) -> NDArray[Any]:
 def _nested(name: str, values: Iterable[Any], dims: int) -> list[Any]:
     """Return an iterable's entries, and theirs where they are iterables, as lists."""
     entries = counted(name, values)
-    kinds = {kind for kind in set(map(type, entries)) if hasattr(kind, "__iter__")}
+    kinds = {kind for kind in set(map(type, entries)) - {str, bytes} if hasattr(kind, "__iter__")}
     if not kinds:
         return entries
     is_list = [type(x) in kinds and getattr(x, "ndim", 1) > 0 for x in entries]

@@ -274,7 +274,9 @@ def _is_of_one_head(value: object) -> bool:
 def _checked_slice(i: int, entry: Any) -> Slice:
     parts = cast("Sequence[Any]", entry) if isinstance(entry, Sequence) else ()
     if len(parts) != 3:
-        raise ValueError(f"slice {i} ({brief(entry)}) must be (q_range, k_range, kind)")
+        raise ValueError(
+            f"slice {i} ({brief(cast(object, entry))}) must be (q_range, k_range, kind)"
+        )
     q_range, k_range, kind = parts
     q = _checked_bounds(f"slice {i}: q_range", q_range)
     k = _checked_bounds(f"slice {i}: k_range", k_range)
