@@ -6,13 +6,14 @@ beside a number (at least 1, a divisor) is the function's to say.
 """
 
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import lru_cache, wraps
 from inspect import Parameter, signature
 from itertools import islice
 from numbers import Real
-from operator import index
+from operator import index, length_hint
 from types import MappingProxyType, NoneType, UnionType
 from typing import (
     Any,
@@ -51,6 +52,8 @@ ITEM_BYTES = _Sizes({"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2})._
 _WHOLE_NUMBER_BYTES = MappingProxyType(
     {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 )
+MOVED_DTYPES = (*_WHOLE_NUMBER_BYTES, *get_args(DtypeName))
+"""Names of dtypes whose rows can travel."""
 
 
 def item_bytes(dtype: str) -> int:
@@ -68,9 +71,10 @@ MOST_TOKENS = 1 << 32
 """Of one sequence, where every token or document of it is drawn or counted: 16 times the longest
 that anybody has trained on would take minutes."""
 
-MOST_ENTRIES, MOST_UNCOUNTED = 1 << 23, 1 << 20
-"""Of what becomes a list and is none yet, such as a range or a tensor; of a generator, which does
-not say how many there are."""
+MOST_ENTRIES, MOST_UNCOUNTED, MOST_TENSORS, MOST_IN_ARRAY = 1 << 22, 1 << 20, 1 << 17, 1 << 24
+"""Of what becomes a list and is none yet, such as a range; of a generator, which does not say how
+many there are; of a tensor, whose entries are tensors; of an array or tensor that becomes an array,
+since it may be one number that is seen many times."""
 
 # What makes one, by the name of the kind.
 EXAMPLES: Mapping[str, str] = MappingProxyType(
@@ -132,6 +136,13 @@ def shown(value: object) -> str:
     return f"{value!r:.60}" if is_short else type(value).__name__
 
 
+def brief(value: object) -> str:
+    """The beginning of a value's repr, of which no more is made of a list or a text."""
+    shortened = reprlib.Repr()
+    shortened.maxother = shortened.maxstring = 60
+    return f"{shortened.repr(value):.60}"
+
+
 def require_type(kind: type[T], name: str, value: object, example: str | None = None) -> T:
     """Return value if it is of this kind.
 
@@ -147,6 +158,31 @@ def require_type(kind: type[T], name: str, value: object, example: str | None = 
     return value
 
 
+def is_dense(x: Any) -> bool:
+    """Return whether a tensor has numbers side by side: it is neither sparse nor nested."""
+    return not x.is_nested and str(x.layout) == "torch.strided"
+
+
+def require_dense(name: str, x: Any) -> None:
+    """Refuse a tensor that is nested or sparse.
+
+    Raises:
+        ValueError: "x is torch.sparse_coo, but must be dense; pass x.to_dense()".
+    """
+    if x.is_nested:
+        raise ValueError(
+            f"{name} is nested; pass all its rows as one tensor, {name}.values(), and the borders "
+            "of documents, which a mask tw.Document(cu_seqlens) or cu_seqlens= takes"
+        )
+    if not is_dense(x):
+        raise ValueError(f"{name} is {x.layout}, but must be dense; pass {name}.to_dense()")
+
+
+def is_word(value: object, word: str) -> bool:
+    """Return whether a value is this text. An array would be compared entry by entry."""
+    return isinstance(value, str) and value == word
+
+
 def require_known(what: str, value: object, known: Iterable[str]) -> None:
     """Refuse what is none of the names that are known.
 
@@ -154,8 +190,8 @@ def require_known(what: str, value: object, known: Iterable[str]) -> None:
         ValueError: "kernel 'cudnm' is not known; take one of cudnn, flex".
     """
     names = [*known]
-    if value not in names:
-        raise ValueError(f"{what} {value!r:.60} is not known; take one of {', '.join(names)}")
+    if not isinstance(value, str) or value not in names:
+        raise ValueError(f"{what} {brief(value)} is not known; take one of {', '.join(names)}")
 
 
 def require_range(what: str, value: float, least: float = 1, most: float | None = None) -> None:
@@ -253,10 +289,11 @@ def counted(name: str, values: Iterable[Any]) -> list[Any]:
     if isinstance(values, list | tuple):
         return list(values)
     try:
-        check_count(name, values, len(values))  # pyright: ignore[reportArgumentType]
+        most = MOST_TENSORS if hasattr(values, "index_select") else MOST_ENTRIES
+        check_count(name, values, len(values), most)  # pyright: ignore[reportArgumentType]
     except OverflowError:
         check_count(name, values, MOST_ENTRIES + 1)
-    except TypeError:  # it has no length
+    except (TypeError, RuntimeError):  # it has no length
         entries = list(islice(values, MOST_UNCOUNTED + 1))
         check_count(name, values, len(entries), MOST_UNCOUNTED)
         return entries
@@ -276,35 +313,82 @@ def check_count(name: str, values: object, count: int, most: int = MOST_ENTRIES)
         )
 
 
+def entries(name: str, values: Iterable[Any]) -> Iterable[Any]:
+    """Return what a loop over an iterable of numbers goes over: of a tensor Python's numbers.
+
+    Raises:
+        ValueError: if it is a tensor of other values, as whole_numbers.
+    """
+    is_tensor = hasattr(values, "index_select")
+    return whole_numbers(name, values).tolist() if is_tensor else values
+
+
 def whole_numbers(name: str, values: Any) -> NDArray[np.int64]:
     """Return the entries of a list, array or tensor (on any device) of whole numbers, int64 [n].
 
     Raises:
         ValueError: "positions ([0.5]) must be a list of whole numbers".
     """
-    if not hasattr(values, "__array__") and _is_iterable(values):
-        values = counted(name, values)
     try:
-        array = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
-        with np.errstate(invalid="ignore"):
-            numbers = array.astype(np.int64)
-        if (
-            array.ndim == 1
-            and (array.dtype.kind in "iuf" or not array.size)
-            and bool((numbers == array).all())
-        ):
-            return numbers
-    except (TypeError, ValueError, OverflowError, RuntimeError):
+        array = as_array(name, values)
+        if array.ndim == 1 and (array.dtype.kind in "iuf" or not array.size):
+            with np.errstate(invalid="ignore"):
+                numbers = array.astype(np.int64)
+            if bool((numbers == array).all()):
+                return numbers
+    except (TypeError, OverflowError):
         pass
-    raise ValueError(f"{name} ({values!r:.60}) must be a list of whole numbers") from None
+    raise ValueError(f"{name} ({brief(values)}) must be a list of whole numbers") from None
+
+
+def as_array(name: str, values: Any, dims: int = 1) -> NDArray[Any]:
+    """Return numpy's array of a list, array or tensor on any device. Its numbers are counted first.
+
+    Args:
+        dims: how deep lists may be nested.
+    Raises:
+        TypeError: if it is no array.
+        ValueError: as counted.
+    """
+    if not hasattr(values, "__array__") and _is_iterable(values):
+        values = _nested(name, values, dims)
+    try:
+        shape = getattr(values, "shape", ())
+    except RuntimeError as error:  # of a nested tensor
+        raise TypeError(str(error)) from None
+    check_count(name, values, math.prod(x for x in shape if type(x) is int), MOST_IN_ARRAY)
+    try:
+        return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
+    except (ValueError, RuntimeError) as error:  # rows of other lengths; a tensor without numbers
+        raise TypeError(str(error)) from None
+
+
+def _nested(name: str, values: Iterable[Any], dims: int) -> list[Any]:
+    """Return an iterable's entries, and theirs where they are iterables, as lists."""
+    entries = counted(name, values)
+    kinds = {kind for kind in set(map(type, entries)) - {str, bytes} if hasattr(kind, "__iter__")}
+    if not kinds:
+        return entries
+    is_list = [type(x) in kinds and getattr(x, "ndim", 1) > 0 for x in entries]
+    if dims == 1 and any(is_list):
+        raise TypeError(f"{name} has lists in lists")
+    inner = [x for x, nested in zip(entries, is_list, strict=True) if nested]
+    check_count(name, values, sum(min(length_hint(x), MOST_IN_ARRAY) for x in inner))
+    lists = iter([_nested(name, x, dims - 1) for x in inner])
+    return [next(lists) if nested else x for x, nested in zip(entries, is_list, strict=True)]
 
 
 def _is_iterable(value: Any) -> bool:
+    """Return whether a value has entries. None of them is made: those of a tensor are tensors."""
+    if isinstance(value, str | bytes | Mapping) or getattr(value, "is_nested", False):
+        return False
+    if hasattr(value, "ndim"):
+        return value.ndim > 0
     try:
         iter(value)
-    except TypeError:  # of a tensor of no dimensions, too
+    except TypeError:
         return False
-    return not isinstance(value, str | bytes | Mapping)
+    return True
 
 
 def checks_arguments(function: Callable[P, T]) -> Callable[P, T]:
@@ -393,7 +477,7 @@ def _parts(name: str, values: Iterable[Any], inner: tuple[Any, ...]) -> tuple[An
     values = tuple(counted(name, values))
     kinds = inner[:1] * len(values) if inner[-1] is ... else inner
     if len(kinds) != len(values):
-        raise ValueError(f"{name} ({values!r:.60}) must be {len(kinds)} values")
+        raise ValueError(f"{name} ({brief(values)}) must be {len(kinds)} values")
     pairs = enumerate(zip(values, kinds, strict=True))
     return tuple(of_kind(f"{name}[{i}]", value, kind) for i, (value, kind) in pairs)
 

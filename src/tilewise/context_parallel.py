@@ -17,8 +17,10 @@ from tilewise.arguments import (
     Reduction,
     Save,
     Validate,
+    brief,
     dtype_name,
     explains_other_names,
+    is_word,
     of_kind,
     require_type,
     whole_number,
@@ -107,9 +109,9 @@ class ContextParallel:
                 f"mesh_or_group ({mesh_or_group}) must be a group or a mesh, and num_tokens is "
                 f"missing; pass the number of tokens by its name: num_tokens={mesh_or_group}"
             )
-        if strategy != "auto" and not isinstance(strategy, Plan):
+        if not isinstance(strategy, Plan) and not is_word(strategy, "auto"):
             raise ValueError(
-                f"strategy ({strategy!r}) must be 'auto' or a plan, such as tw.ring(8)"
+                f"strategy ({brief(strategy)}) must be 'auto' or a plan, such as tw.ring(8)"
             )
         if isinstance(strategy, RankPlan) and strategy.made_for:
             mask = strategy.made_for[0] if mask is None else mask
@@ -645,7 +647,7 @@ class ContextParallel:
             wire=wire,
             save=save,
             prune=prune,
-            reduction=self.reduction if reduction == "fast" else reduction,
+            reduction=self.reduction if is_word(reduction, "fast") else reduction,
             q_positions=q_positions,
             validate=validate,
             kernel=self.kernel if kernel is None else kernel,

@@ -6,7 +6,15 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from tilewise.arguments import DtypeName, Reduction, Save, Validate, explains_other_names
+from tilewise.arguments import (
+    DtypeName,
+    Reduction,
+    Save,
+    Validate,
+    explains_other_names,
+    is_dense,
+    is_word,
+)
 from tilewise.execution.autograd import attend
 from tilewise.execution.call import (
     Call,
@@ -216,7 +224,7 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
             out, lse, largest = attend_compiled(q, k, v, call, dropout_seed, values)
         else:
             out, lse, largest = attend(q, k, v, call, sink, values)
-        if sink is not None and reduction != "canonical":
+        if sink is not None and not is_word(reduction, "canonical"):
             out, lse = with_sink(out, lse, sink)
         if owned is not None:
             out = owned.completed(out)
@@ -229,8 +237,10 @@ def _with_all_heads(
     bias: Tensor | Alibi | None, q: Tensor, layout: Layout | None, kv_layout: Layout | None
 ) -> Tensor | Alibi | None:
     """Return a dense bias with all heads and queries; other values as they are."""
-    keys = kv_layout or layout
+    keys = layout if kv_layout is None else kv_layout
     if not isinstance(bias, Tensor) or not isinstance(q, Tensor) or q.ndim < 3:
+        return bias
+    if not is_dense(bias):  # which is refused with other kinds
         return bias
     if not isinstance(layout, Layout) or not isinstance(keys, Layout):
         return bias

@@ -75,9 +75,10 @@ order_sensitive_layer | mixes_rows | {{mixes_rows}}
 heads_missing | empty_heads | {{empty_heads}} of {{num_heads}} heads give nothing: {{which}}
 heads_missing | silent_rows some_heads !extra | {MISSED}: {{silent_rows}} queries of a head attend \
     to nothing
+unknown | copied_heads | {{copied_heads}}
 gqa_shifted | foreign_heads | {{foreign_heads}}
-shard_only | cut !silent_rows | {MISSED}, {{cut}}
-shard_skipped | skipped !silent_rows | {MISSED}, {{skipped}}
+shard_only | cut !silent_rows !values_differ | {MISSED}, {{cut}}
+shard_skipped | skipped !silent_rows !values_differ | {MISSED}, {{skipped}}
 padding_attended | padding_keys extra | {EXTRA}, on {{padding_keys}} keys that no query may see
 padding_attended | lost !differing !empty_heads | {{lost:.1%}} of weight is on rows that are none \
     of the sequence's
@@ -106,11 +107,12 @@ counted_twice | multiple | {{times:,}} of {{values:,}} weights are {{multiple}} 
 scale_wrong | scale_ratio | scores are {{scale_ratio:.4g}} times what they should be
 softcap_dropped | curved | large scores are not held back: they are right if scores are capped \
     with about {{curved:.3g}}
-positions_wrong | values_differ projected !differing | weights differ by up to \
+positions_wrong | values_move values_differ projected !differing | weights differ by up to \
     {{values_differ:.3g}} times where mask, projections and values are right, and no factor \
     explains it: queries and keys do not carry the tokens' positions
 unknown | merged | weights are right within every shard of keys, but not between shards: partial \
     results are merged by wrong log-sum-exps
+unknown | own_shard | weights are right but for the keys of a query's own shard
 unknown | shrunk | weights of every query sum to {{shrunk:.1%}} less than they should
 unknown | values_differ | weights differ by up to {{values_differ:.1%}}
 unknown | undiagnosed | {{undiagnosed}}

@@ -44,7 +44,7 @@ from tilewise_verify.records import (
 )
 from tilewise_verify.row_probe import RowProbe
 from tilewise_verify.tables import facts_of_attention, some
-from tilewise_verify.weights import UnreadableError, above, read_weights
+from tilewise_verify.weights import UnreadableError, Weights, above, read_weights
 
 LEAST_WEIGHT = 1e-30  # beside the row's largest: a model may have any scores
 UNKNOWN: Facts = MappingProxyType({"unread": True})
@@ -385,19 +385,32 @@ class Examination:
             evidence = f"heads 0, 1, ... give what heads {some(head_order, 8)} should"
             return {"permuted_heads": evidence}, (split_table.any(0), whole_table.any(0))
         facts = facts_of_attention(*tables, tolerance, "the unsplit model", known_blocks)
-        foreign_heads = [
-            h for h, x in enumerate(whole_weights.sources) if x != split_weights.sources[h]
-        ]
-        if foreign_heads and not facts.get("empty_heads"):
-            h = foreign_heads[0]
-            facts["foreign_heads"] = (
-                f"{len(foreign_heads)} of {len(whole_weights.sources)} heads: head {h} reads the "
-                f"values of KV head {split_weights.sources[h]}, not {whole_weights.sources[h]}"
-            )
+        if (copied_heads := _copied_heads(*tables, tolerance)) is not None:
+            return {"copied_heads": copied_heads}, (split_table.any(0), whole_table.any(0))
+        if not facts.get("empty_heads"):
+            facts |= self._foreign_heads(whole_weights, split_weights)
         facts["projected"] = True
         facts |= self._shared_keys(*tables)
         facts |= self._local_keys(split_table.any(0).numpy(), whole_table.any(0).numpy())
         return facts, (split_table.any(0), whole_table.any(0))
+
+    def _foreign_heads(self, whole: Weights, split: Weights) -> Facts:
+        """Return which heads read another KV head's values: on all ranks, or on one."""
+        sources = [(whole.sources, split.sources, "")]
+        for rank, positions in enumerate(self.comparison.positions):
+            own = positions[positions >= 0]
+            want, got = (x.row_sources[:, own].median(1).values for x in (whole, split))
+            is_read = (want >= 0) & (got >= 0)
+            sources.append((want.tolist(), got.where(is_read, want).tolist(), f", on rank {rank}"))
+        for want, got, where in sources:
+            foreign = [h for h, head in enumerate(want) if head != got[h]]
+            if foreign:
+                h = foreign[0]
+                return {
+                    "foreign_heads": f"{len(foreign)} of {len(want)} heads: head {h} reads the "
+                    f"values of KV head {got[h]}, not {want[h]}{where}"
+                }
+        return {}
 
     def _shared_keys(self, whole_table: np.ndarray, split_table: np.ndarray) -> Facts:
         """Find keys that all ranks hold and whose weight is multiplied by the number of ranks."""
@@ -476,8 +489,12 @@ class Examination:
 
     def _runs_alone(self, layer: str) -> Facts:
         """Find a module that computes a rank's output from that rank's rows alone."""
-        rows, record = self.comparison.rows("output", layer), self.comparison.ranks[-1]
-        if rows is None or layer not in record.outputs:  # the model itself, which gave no rows
+        rows = self.comparison.rows("output", layer)
+        if rows is None or not len(rows.want):
+            return {}
+        # A rank whose rows are right says nothing: a layer of single rows gives these anywhere.
+        record = self.comparison.ranks[int(rows.ranks[rows.errors().argmax()])]
+        if layer not in record.outputs:  # the model itself, which gave no rows
             return {}
         module = dict(self.model.named_modules())[layer]
         kind = next((p.dtype for p in module.parameters()), torch.float64)
@@ -627,6 +644,18 @@ def _head_order(
     heads = list(range(len(right_weights)))
     is_alike = difference[heads, order] <= tolerance
     return order if is_alike.all() and sorted(order) == heads != order else None
+
+
+def _copied_heads(
+    right_weights: np.ndarray, split_weights: np.ndarray, tolerance: float
+) -> str | None:
+    """Say which head gives what another one should, in all of its rows that are wrong."""
+    for head, (want, got) in enumerate(zip(right_weights, split_weights, strict=True)):
+        is_wrong = np.abs(got - want).max(1) > tolerance
+        others = np.abs(got - right_weights)[:, is_wrong].max((1, 2), initial=0) <= tolerance
+        if is_wrong.any() and others.any():
+            return f"head {head} gives what head {int(others.argmax())} should"
+    return None
 
 
 def _other_labels(rows: MatchedRows, limit: float) -> str | None:

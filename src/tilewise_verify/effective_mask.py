@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.arguments import checks_arguments, counted, shown, whole_number
+from tilewise.arguments import as_array, checks_arguments, shown, whole_number
 from tilewise.execution.validation import checked_softcap
 from tilewise.masks.base import Mask
 from tilewise.masks.tables import bool_table
@@ -319,7 +319,7 @@ def effective_mask(  # noqa: PLR0913 - what is asked for, by name
     size = math.sqrt(SPREAD / (abs(scale) * math.sqrt(head_dim)))
     shapes = (num_tokens, num_heads, head_dim), (num_tokens, num_kv_heads, head_dim)
     probe = _Probe(attend, *(size * torch.randn(shape, generator=generator) for shape in shapes))
-    weights, value_heads = _checked(probe)
+    weights, value_heads, _ = _checked(probe)
     errors, slopes, key_heads = zip(*_fits(probe, weights, None), strict=True)
     read_softcap = _softcap(probe, [slopes, [scale] * num_heads])
     if read_softcap is not None:  # the scale of scores before they are capped
@@ -452,8 +452,8 @@ def _sinks(
 def _logits(sink: Tensor | Sequence[float], num_heads: int) -> tuple[float, ...]:
     """Sinks that are wanted, by head."""
     try:
-        values = sink if hasattr(sink, "__array__") else counted("sink", sink)
-        logits = torch.as_tensor(values, dtype=torch.float64)
+        array = as_array("sink", sink.detach() if isinstance(sink, Tensor) else sink)
+        logits = torch.as_tensor(array, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"sink ({shown(sink)}) must be one logit for each of num_heads ({num_heads}) heads"

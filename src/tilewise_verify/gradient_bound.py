@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.arguments import require_type
+from tilewise.arguments import DtypeName, dtype_name, of_kind, require_dense, require_type
 from tilewise.compiler.codegen import pass_code
 from tilewise.compiler.facts import CallTraits
 from tilewise.execution.agree import agreed_call
@@ -59,6 +59,8 @@ def error_bound(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Any) -> E
         for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items():
             if not require_type(Tensor, name, x, "this rank's rows").ndim:
                 raise ValueError(f"{name} has no dimensions, but must be this rank's rows")
+            require_dense(name, x)
+        of_kind("dtype of dout", dtype_name(dout.dtype), DtypeName)
         if call.get("bias") is not None:
             raise ValueError("bias is not supported: no bound of gradients is proven with one")
         if dout.shape != (*q.shape[:-1], v.shape[-1]):

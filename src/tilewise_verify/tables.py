@@ -11,6 +11,8 @@ Array = np.ndarray
 LEAST_KEYS = 4  # of a query, to tell one curve from another
 LEAST_DROPPED = 1.02  # times: weights beside those that dropout leaves out
 NEAR_DROPPED = 0.1  # between the share that is left out and what the others say of it
+LEAST_EXCESS = 0.02  # of a sum of weights, which another dtype alone does not make
+LEAST_MOVE = 0.1  # of a weight that another position gives; another dtype changes less
 MOSTLY = 0.1  # of a change that is left unexplained, where rounding is coarse
 MOST_TIMES = 64  # that a key is counted
 MOST_ROWS = 256  # that a curve is fitted to
@@ -87,7 +89,8 @@ def facts_of_attention(
             np.log(x, out=np.full(x.shape, np.nan), where=in_both)[comparable_rows]
             for x in (want, got)
         )
-        facts |= _values(right_logs, logs, tolerance, blocks)
+        queries = np.nonzero(comparable_rows)[1]
+        facts |= _values(right_logs, logs, tolerance, blocks, queries)
     return facts
 
 
@@ -99,6 +102,11 @@ def _dropped(want: Array, got: Array, in_both: Array, tolerance: float) -> dict[
     num_missed = int(((want > 0) & (got == 0)).sum())
     if not num_missed or ((got > 0) & (want == 0)).any() or not in_both.any():
         return {}
+    deviates = in_both & (np.abs(got / np.where(in_both, want, 1) - 1) > tolerance)
+    in_both = in_both & deviates.any(-1, keepdims=True)  # a rank may draw none
+    if not in_both.any():
+        return {}
+    num_missed = int(((want > 0) & (got == 0) & deviates.any(-1, keepdims=True)).sum())
     ratios = got[in_both] / want[in_both]
     factor, share = float(np.median(ratios)), num_missed / (num_missed + int(in_both.sum()))
     is_uniform = float(np.abs(ratios / factor - 1).max()) <= 2 * tolerance
@@ -150,6 +158,7 @@ def _shape(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
     def is_band(band: Band, table: Array) -> bool:
         return bool((band.dense() == table)[rows_and_columns].all())
 
+    unbroken = right_band._replace(edges=(0, len(got))).dense()
     right_is_band, has_fewer_edges = is_band(right_band, want), {*other.edges} < {*right_band.edges}
     window = right_band.window if right_is_band else ""
     facts: dict[str, Any] = {}
@@ -160,6 +169,8 @@ def _shape(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
     if right_is_band and has_fewer_edges and is_band(right_band._replace(edges=other.edges), got):
         missing_edges = some(sorted({*right_band.edges} - {*other.edges}))
         facts["other_documents"] = f"borders of documents are ignored, at {missing_edges}"
+    elif right_is_band and not facts and extra.any() and not (missed | got & ~unbroken).any():
+        facts["other_documents"] = "all of them reach over borders of documents"
     elif (
         right_is_band
         and right_band[:2] != other[:2]
@@ -195,7 +206,12 @@ def _cut(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
     while not np.array_equal(labels, old_labels):  # per token the smallest that is linked with it
         old_labels = labels
         labels = np.where(linked, labels[None], len(labels)).min(1)
-    if (want & (labels[:, None] == labels) == got).all():
+    lost, is_alone = want & ~got, np.bincount(labels)[labels] == 1
+    # Parts are of whole shards. A token by itself is none, where shards are not known.
+    splits_shards = (
+        (lost & is_alone).any() if blocks is None else (lost & (blocks[:, None] == blocks)).any()
+    )
+    if (want & (labels[:, None] == labels) == got).all() and not splits_shards:
         num_parts = len(np.unique(labels))
         return {"cut": f"all between {num_parts} parts of the sequence that do not see each other"}
     if blocks is not None and (got.any(1) | ~want.any(1)).all():
@@ -210,7 +226,7 @@ def _sums(want: Array, got: Array, in_both: Array, tolerance: float) -> dict[str
     """Return whether weights of a query add up to too much or too little."""
     sums, right_sums = (x.sum(-1)[in_both.any(-1)] for x in (got, want))
     excess = sums - right_sums
-    if ((sums > 1 + tolerance) & (excess > tolerance)).any():
+    if ((sums > 1 + tolerance) & (excess > max(tolerance, LEAST_EXCESS))).any():
         return {"row_sum": float(sums[excess.argmax()])}
     if not len(excess) or abs(excess.mean()) <= tolerance / 8:
         return {}
@@ -221,11 +237,20 @@ def _sums(want: Array, got: Array, in_both: Array, tolerance: float) -> dict[str
     return {"lost": float(-excess.mean())}
 
 
-def _values(want: Array, got: Array, tolerance: float, blocks: Array | None) -> dict[str, Any]:
-    """Return how rows of log weights differ from what is right; nan where nobody attends."""
-    ratio = got - want
-    if largest(ratio - np.nanmedian(ratio, -1, keepdims=True)) <= tolerance:
+def _values(
+    want: Array, got: Array, tolerance: float, blocks: Array | None, queries: Array
+) -> dict[str, Any]:
+    """Return how rows of log weights differ from what is right; nan where nobody attends.
+
+    Args:
+        queries: the query of each row.
+    """
+    deviations = np.abs(got - want - np.nanmedian(got - want, -1, keepdims=True))
+    is_wrong = np.nanmax(deviations, -1) > tolerance  # rows: a fault may be of one rank alone
+    if not is_wrong.any():
         return {}
+    want, got, queries = want[is_wrong], got[is_wrong], queries[is_wrong]
+    ratio = got - want
     slope, residual = fitted_slope(want, ratio)
     if largest(residual) <= tolerance + abs(slope) * tolerance:
         return {"scale_ratio": 1 + slope}
@@ -246,6 +271,9 @@ def _values(want: Array, got: Array, tolerance: float, blocks: Array | None) -> 
         parts = [ratio[:, blocks == block] for block in np.unique(blocks)]
         if max(largest(centred(part)) for part in parts) <= tolerance:
             return {"merged": True}
+        of_others = np.where(blocks[queries][:, None] == blocks, np.nan, ratio)
+        if np.isfinite(of_others).any() and largest(centred(of_others)) <= tolerance:
+            return {"own_shard": True}
     change, rows = centred(ratio), np.isfinite(got).sum(-1) >= LEAST_KEYS
     total_change, change_after_scaling = np.nansum(change**2), np.nansum(residual**2)
     # Scores are log weights but for a number a row, which is tried.
@@ -255,7 +283,8 @@ def _values(want: Array, got: Array, tolerance: float, blocks: Array | None) -> 
         return {"curved": cap}
     if change_after_scaling < MOSTLY * total_change:
         return {"scale_ratio": 1 + slope}
-    return {"values_differ": float(np.expm1(largest(change)))}
+    times = float(np.expm1(largest(change)))
+    return {"values_differ": times, "values_move": times > LEAST_MOVE}
 
 
 def fitted_slope(x: Array, y: Array) -> tuple[float, Array]:

@@ -22,10 +22,15 @@ class UnreadableError(Exception):
 
 
 class Weights(NamedTuple):
-    """Weights [num_heads, num_tokens, num_tokens], and the head of v that each reads, or -1."""
+    """Weights [num_heads, num_tokens, num_tokens], and the head of v that each reads, or -1.
+
+    Attributes:
+        row_sources: the same for each row, [num_heads, num_tokens].
+    """
 
     weights: Tensor
     sources: list[int]
+    row_sources: Tensor
 
 
 def above(weights: Tensor, share: float) -> Tensor:
@@ -58,12 +63,15 @@ def read_weights(read: Read, num_tokens: int, width: int, head_dim: int) -> Weig
 
     # Each head's values are its number: what a query gets of them says which it reads.
     numbers = by_head(all_ones * (1 + column // head_dim)) / by_head(all_ones) - 1
-    sources = numbers.transpose(0, 1).flatten(1).nanmedian(1).values
-    sources = sources.nan_to_num(nan=-1, posinf=-1, neginf=-1).round().clamp(min=-1)
+    numbers = numbers.transpose(0, 1)  # [num_heads, num_tokens, head_dim]
+    row_sources, sources = (
+        x.nan_to_num(nan=-1, posinf=-1, neginf=-1).round().clamp(min=-1).int()
+        for x in (numbers.nanmedian(2).values, numbers.flatten(1).nanmedian(1).values)
+    )
     weights = []
     for start in range(0, num_tokens, head_dim):
         values = torch.zeros_like(all_ones)
         in_range = slot < num_tokens - start
         values[(start + slot)[in_range], column[in_range]] = 1
         weights.append(by_head(values)[..., : num_tokens - start])
-    return Weights(torch.cat(weights, 2).transpose(0, 1), sources.int().tolist())
+    return Weights(torch.cat(weights, 2).transpose(0, 1), sources.tolist(), row_sources)

@@ -79,6 +79,23 @@ def pool() -> dict[str, Any]:
         "range(10**9)": range(10**9),
         "range(10**30)": range(10**30),
         "without an end": count(),
+        "list of ranges": [range(10**9), range(10**9)],
+        "list of arrays": [np.arange(3), np.arange(3)],
+        "list of 10**5": [0] * 10**5,
+        "array of 10**9": np.broadcast_to(np.float64(1.5), 10**9),
+        "switches of 10**9": np.broadcast_to(np.bool_(True), 10**9),
+        "tensor of 10**9": torch.ones(1).expand(10**9),
+        "rows of 10**9": torch.ones(1, 1, 1).expand(10**6, 125, 8),
+        "tensor without numbers": torch.ones(16, 2, 8, device="meta"),
+        "sparse tensor": torch.ones(16, 2).to_sparse(),
+        "nested tensor": torch.nested.nested_tensor([torch.ones(16, 2)], layout=torch.jagged),
+        "complex tensor": torch.ones(16, 2, 8, dtype=torch.complex64),
+        "half tensor": torch.ones(16, 2, 8, dtype=torch.float16),
+        "array of objects": np.array([None, "8"], dtype=object),
+        "text of a plan": "ring(10**9)",
+        "long text": "(" * 10**5,
+        "mask": tw.Full(),
+        "1e308": 1e308,
     }
 
 

@@ -247,6 +247,21 @@ def test_a_gather_by_nodes_of_documents_that_stay_on_theirs():
         assert torch.equal(rows, want)
 
 
+def test_a_gather_by_nodes_without_a_message_is_compared():
+    """One token, which no other rank sees: not one stage is left."""
+
+    def on_rank(rank: int, group: Any) -> str:
+        layout = tw.contiguous(1, 4)
+        cp = tw.ContextParallel(group, num_tokens=1, layout=layout, strategy=STAGED[4])
+        rows = normal(1 - bool(rank), 2)
+        with pytest.raises(ValueError) as raised:
+            cp.gather(rows.float() if rank == 3 else rows, mask=tw.Causal())
+        return str(raised.value)
+
+    (message,) = set(tw.loopback(4, on_rank))
+    assert "ranks disagree on dtype: rank 0 has float64, rank 3 has float32" in message
+
+
 def test_a_gather_by_nodes_sends_a_row_once_to_each_node():
     n, layout = 8, tw.zigzag(64, 8)
     node = lambda rank: rank // 4  # noqa: E731
@@ -299,7 +314,7 @@ def test_roll(seed: int):
     compare(split, [x], [], lambda cp, x: cp.roll(x, shifts, 0, **options), whole)
 
 
-KINDS = ("number", "row", "all", "matrix", "batch")
+KINDS = ("number", "row", "all", "matrix", "batch", "states of a number")
 
 
 def recurrence(a: Tensor, u: Tensor, split: Split, kind: str) -> Tensor:
@@ -311,7 +326,7 @@ def recurrence(a: Tensor, u: Tensor, split: Split, kind: str) -> Tensor:
             if kind == "matrix":
                 state = a[t] @ state + u[t]
             else:
-                state = a[t].reshape(*a[t].shape, *[1] * (u.ndim - a.ndim)) * state + u[t]
+                state = a[t].reshape((*a[t].shape, *[1] * (u.ndim - a.ndim))) * state + u[t]
             states.append(state)
     return torch.stack(states)
 
@@ -328,6 +343,7 @@ def test_scan(seed: int, kind: str):
         "all": ((2, 3, 4), (2, 3, 4)),
         "matrix": ((2, 3, 3), (2, 3, 4)),
         "batch": ((5, 1), (5, 4)),
+        "states of a number": ((), ()),
     }[kind]
     a, u = (normal(num_tokens, *shape, seed=s) / 2 for s, shape in enumerate(shapes))
 
@@ -360,7 +376,7 @@ def test_scan(seed: int, kind: str):
                 first = first + (a[rows][0] @ state)[None]
             else:
                 one = a[rows][0]
-                first = first + (one.reshape(*one.shape, *[1] * (u.ndim - a.ndim)) * state)[None]
+                first = first + (one.reshape((*one.shape, *[1] * (u.ndim - a.ndim))) * state)[None]
             alone = Split(tw.contiguous(stop - start, 1), (0, stop - start))
             states.append(recurrence(a[rows], torch.cat([first, u[rows][1:]]), alone, kind))
         return torch.cat(states)
@@ -596,6 +612,22 @@ WRONG: dict[str, tuple[Callable[[tw.ContextParallel], Any], str]] = {
     "verb on one rank": (
         lambda cp: cp.halo(ROWS, 1) if cp.rank else cp.conv1d(ROWS, torch.zeros(3, 2)),
         "ranks disagree on call: rank 0 has conv1d, rank 1 has halo",
+    ),
+    "complex numbers on one rank": (
+        lambda cp: cp.gather(ROWS.to(torch.complex64 if cp.rank else torch.float32)),
+        r"rank 1: x is torch.complex64, .*; pass torch.view_as_real\(x\)",
+    ),
+    "sparse rows on one rank": (
+        lambda cp: cp.halo(ROWS.to_sparse() if cp.rank else ROWS, 1),
+        r"rank 1: x is torch.sparse_coo, but must be dense; pass x.to_dense\(\)",
+    ),
+    "nested losses": (
+        lambda cp: cp.mean(torch.nested.nested_tensor([ROWS], layout=torch.jagged), 1),
+        r"losses is nested; pass all its rows as one tensor",
+    ),
+    "device of a weight": (
+        lambda cp: cp.conv1d(ROWS, torch.zeros(3, 2, device="meta")),
+        "weight is on meta, x on cpu; move it there",
     ),
     "gradients on one rank": (
         lambda cp: cp.gather(ROWS.clone().requires_grad_(cp.rank == 1)),

@@ -35,6 +35,7 @@ def test_a_fault_of_the_zoo_is_found_and_named(case):
 
 QUICK = (
     *("mean_of_ranks", "labels_rolled", "own_key_seen", "sink_larger", "loss_dropped"),
+    *("scale_on_one", "own_values_of_another", "first_key_lost", "other_gelu"),
     *("loss_per_token", "factor", "rows_silent", "wrong_derivative"),
 )
 

@@ -223,6 +223,14 @@ def merged(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, detach: bool) -> Te
     return (torch.stack(outs) * share[..., None]).sum(0)
 
 
+def own_block_scaled(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, is_own: Tensor) -> Tensor:
+    """Dense attention whose scores are doubled at a rank's own keys."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * DIM**-0.5 * (1 + is_own.long())
+    p = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", p, v)
+
+
 def dropped(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, kept: Tensor) -> Tensor:
     """Dense attention of which weights are dropped with probability 0.2."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
@@ -321,7 +329,29 @@ def shared_attention(
     elif fault == "weights_dropped":
         draw = torch.rand(allowed.shape, generator=torch.Generator().manual_seed(cp.rank))
         return dropped(q, keys, values, allowed, draw > 0.2)
+    elif fault == "scale_on_one" and cp.rank == 2:
+        q = q * 2
+    elif fault == "heads_shifted_on_one" and cp.rank == 1:
+        keys, values = keys.roll(1, 2), values.roll(1, 2)
+    elif fault == "weights_dropped_on_one" and cp.rank == 1:
+        draw = torch.rand(allowed.shape, generator=torch.Generator().manual_seed(3))
+        return dropped(q, keys, values, allowed, draw > 0.2)
+    elif fault == "bf16_on_one" and cp.rank == 1:
+        operands = (x.bfloat16() for x in (q, keys, values))
+        return attend(*operands, allowed, settings, sink).to(q)
+    elif fault == "leaks_from_others":
+        leaks = settings._replace(documents=()).allowed(here, everywhere) & (ranks != cp.rank)
+        allowed = allowed | leaks
+    elif fault == "own_values_of_another" and cp.rank:
+        other = values[:, cp.layout.positions(cp.rank - 1)]
+        values = values.index_copy(1, here, other)
+    elif fault == "own_block_scaled":
+        return own_block_scaled(q, keys, values, allowed, ranks == cp.rank)
+    elif fault == "first_key_lost":
+        allowed[here > 0, 0] = False
     out = attend(q, keys, values, allowed, settings, sink)
+    if fault == "head_copied_on_others" and cp.rank:
+        out = torch.cat([out[:, :, 1:2], out[:, :, 1:]], 2)
     if fault == "query_heads_permuted":
         out = out.flip(2)
     if fault == "halved":
@@ -407,6 +437,8 @@ def share(
     if fault == "no_label_nan":
         labels = torch.full_like(labels, -100) if rank == 0 else labels
         count = (labels != -100).sum()
+    if fault == "other_gelu" and rank == 1:
+        model.layers[0].mlp[1].approximate = "tanh"
     loss = model(ids, labels, positions, count)
     if fault == "loss_term_per_rank":  # as routers' losses are: a product of two means
         first = model.layers[0].mlp[0].weight
@@ -516,6 +548,17 @@ VARIANTS = (
     (Case("loss_per_token", None), "loss_scaled"),
     (Case("factor", "layers.0.norm", Settings(), {"layout": tw.contiguous}), "unknown"),
     (Case("rows_silent", SECOND, Settings(), LATER), "unknown"),
+    # of some ranks alone
+    (Case("scale_on_one", SECOND, Settings(), LATER), "scale_wrong"),
+    (Case("heads_shifted_on_one", SECOND, Settings(), LATER), "gqa_shifted"),
+    (Case("weights_dropped_on_one", SECOND, Settings(), LATER), "dropout_differs"),
+    (Case("bf16_on_one", SECOND, Settings(), LATER), "unknown"),
+    (Case("leaks_from_others", SECOND, Settings(documents=EDGES), LATER), "documents_ignored"),
+    (Case("own_values_of_another", SECOND, Settings(), LATER), "unknown"),
+    (Case("own_block_scaled", SECOND, Settings(), LATER), "unknown"),
+    (Case("first_key_lost", SECOND, Settings(), LATER), "unknown"),
+    (Case("head_copied_on_others", SECOND, Settings(kind="mha", learned=True), LATER), "unknown"),
+    (Case("other_gelu", "layers.0.mlp.1", Settings(), {"layout": tw.contiguous}), "unknown"),
     (Case("wrong_derivative", "(the model)", Settings(), {"layout": tw.contiguous}), "unknown"),
 )
 """Faults that differ a little from those of CASES, and the cause that they are."""

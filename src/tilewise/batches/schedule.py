@@ -15,7 +15,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tilewise.arguments import (
     MOST_RANKS,
     DtypeName,
+    brief,
     checks_arguments,
+    entries,
     of_kind,
     whole_number,
     whole_numbers,
@@ -200,7 +202,7 @@ class StepStream(IterableDataset[BatchStep]):
         self._first = self._last = _position(state)
 
     def _steps(self, position: SchedulePosition) -> Iterator[BatchStep]:
-        stream, digest = enumerate(self._lengths), sha256()
+        stream, digest = enumerate(entries("lengths", self._lengths)), sha256()
         waiting = self._read_again(stream, digest, position)
         tokens, documents_read = sum(n for _, n in waiting), position.documents_read
         for number in count(position.steps):
@@ -299,7 +301,7 @@ def _position(state: Any) -> SchedulePosition:
     fits = all(a < b for a, b in pairwise((-1, *waiting, documents_read)))
     if not fits or len(waiting) > documents_read - steps:
         raise ValueError(
-            f"waiting ({waiting!r:.60}) must be ascending numbers of documents below "
+            f"waiting ({brief(waiting)}) must be ascending numbers of documents below "
             f"documents_read ({documents_read}), and leave at least one for each of {steps} steps"
         )
     return SchedulePosition(

@@ -11,10 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.arguments import listed, require_type, whole_number, whole_numbers
+from tilewise.arguments import (
+    brief,
+    listed,
+    require_dense,
+    require_type,
+    whole_number,
+    whole_numbers,
+)
 from tilewise.context_parallel import ContextParallel
 from tilewise.layouts.layout import Layout, Run, contiguous
-from tilewise.masks.base import Mask, positions
+from tilewise.masks.base import Mask
 from tilewise.masks.tables import Slices
 from tilewise.tokens.moves import gather_moves
 from tilewise.tokens.rows import move_rows
@@ -213,6 +220,7 @@ class Tree:
     def _predicted(self, logits: Tensor, rows: Array, children: Array) -> Tensor:
         """Log-probabilities of these rows' tokens, from logits of rows that hold their parents."""
         require_type(Tensor, "logits", logits, "what the model's head returned")
+        require_dense("logits", logits)
         # a rank without tokens may have run the model on one row of padding
         if logits.ndim < 2 or logits.shape[:-1].numel() not in (len(rows), max(len(rows), 1)):
             raise ValueError(
@@ -376,7 +384,9 @@ def _from_first(node: _Node | None) -> list[_Node]:
 def _borders(name: str, cu_seqlens: Any) -> list[int]:
     borders = whole_numbers(name, cu_seqlens)
     if len(borders) < 2 or borders[0] != 0 or np.any(np.diff(borders) < 0):
-        raise ValueError(f"{name} ({cu_seqlens!r:.60}) must be ascending borders that begin with 0")
+        raise ValueError(
+            f"{name} ({brief(cu_seqlens)}) must be ascending borders that begin with 0"
+        )
     return borders.tolist()
 
 
@@ -388,13 +398,9 @@ def _shared(a: Array, b: Array) -> int:
 
 
 def _checked(name: str, tokens: Any) -> Array:
-    try:
-        array = positions(tokens)
-        right = array.ndim == 1 and not np.any(np.asarray(tokens) != array)
-    except (TypeError, ValueError, OverflowError):
-        array, right = np.empty(0, np.int64), False
-    if not right or len(array) == 0 or array.min() < 0:
+    array = whole_numbers(name, tokens)
+    if len(array) == 0 or array.min() < 0:
         raise ValueError(
-            f"{name} ({tokens!r:.60}) must be a list of one or more token ids from 0 on"
+            f"{name} ({brief(tokens)}) must be a list of one or more token ids from 0 on"
         )
     return array

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from tilewise.arguments import DtypeName, Validate, dtype_name, of_kind, require_type
+from tilewise.arguments import DtypeName, Validate, dtype_name, is_word, of_kind, require_type
 from tilewise.compiler.resolved import CallShape, resolve_passes
 from tilewise.decoding.chunk import Chunk, num_held
 from tilewise.decoding.shape_checks import CacheShape
@@ -396,6 +396,6 @@ class KVCache:
 
     def _refuse(self, error: Exception) -> NoReturn:
         """Raise what is wrong here on every rank."""
-        if self.validate != "never":
-            agree(self.transport, None, str(error), self.validate)
+        if not is_word(self.validate, "never"):
+            agree(self.transport, None, str(error), "always")
         raise error

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.arguments import require_type, whole_number
+from tilewise.arguments import brief, require_dense, require_type, whole_number
 from tilewise.decoding.chunk import Chunk
 from tilewise.execution.validation import check_mask_heads
 from tilewise.masks.base import Mask, as_ints
@@ -69,8 +69,8 @@ class CacheShape:
         counts = self.one_each("counts", given)
         if max(counts) > num_tokens:
             raise ValueError(
-                f"counts {counts} reach past the {num_tokens} tokens that were passed; pad q, k "
-                "and v to the longest"
+                f"counts {brief(counts)} reach past the {num_tokens} tokens that were passed; "
+                "pad q, k and v to the longest"
             )
         return counts
 
@@ -116,6 +116,7 @@ class CacheShape:
     ) -> int:
         """The number of tokens of [batch, tokens, heads, width]; heads None: any."""
         require_type(Tensor, name, x, "[batch, tokens, heads, head_dim]")
+        require_dense(name, x)
         width = width or self.head_dim
         heads = x.shape[2] if heads is None and x.ndim == 4 else heads
         tokens = x.shape[1] if x.ndim == 4 else 0
@@ -136,6 +137,7 @@ class CacheShape:
         require_type(Plan, "plan", plan)
         for name, x in zip("qkv", tensors, strict=True):
             require_type(Tensor, name, x, "this rank's rows, [rows, heads, head_dim]")
+            require_dense(name, x)
         if (chunk.starts, chunk.world_size) != (lengths, self.world_size):
             raise ValueError(
                 f"the chunk begins at {chunk.starts} for {chunk.world_size} ranks, but the cache "

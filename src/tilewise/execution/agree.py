@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tilewise.arguments import Validate, dtype_name, of_kind
+from tilewise.arguments import Validate, dtype_name, is_word, of_kind
 from tilewise.execution.call import Call, ResolvedCall
 from tilewise.execution.resolve import agreement_fields, resolve_once
 from tilewise.execution.sinks import values_of
@@ -76,8 +76,8 @@ def _mode(q: Tensor, call: Call) -> Validate:
     Wires that round are compared also where that is to be left out, unless a graph is captured:
     bytes of other wires would be read as numbers, and nobody would know.
     """
-    if call.validate != "never" or (call.wire is None and call.wire_dtype is None):
-        return call.validate
+    if not is_word(call.validate, "never") or (call.wire is None and call.wire_dtype is None):
+        return call.validate if isinstance(call.validate, str) else "always"  # others are refused
     rounds = wires_of(call.wire, call.wire_dtype).rounds(dtype_name(q.dtype))
     return "first" if rounds and not is_capturing(q.device) else "never"
 

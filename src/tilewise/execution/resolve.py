@@ -189,7 +189,8 @@ def probed(latent: Latent, x: Tensor, call: Call, places: np.ndarray) -> Expansi
 def resolved_wires(call: Call, dtype: str) -> Wires:
     """Return the wires that wire and wire_dtype of a call mean for tensors of a dtype."""
     if call.wire is None:
-        return plain_wires(call.wire_dtype and dtype_name(call.wire_dtype), dtype)
+        name = None if call.wire_dtype is None else dtype_name(call.wire_dtype)
+        return plain_wires(name, dtype)
     return wires_of(call.wire, call.wire_dtype).resolved(dtype)
 
 

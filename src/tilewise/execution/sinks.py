@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from tilewise.arguments import dtype_name
+from tilewise.arguments import dtype_name, is_dense
 
 
 class TensorKind(NamedTuple):
@@ -29,6 +29,8 @@ def kind_of(x: Tensor | None) -> TensorKind | None:
         return None
     if not isinstance(x, Tensor):
         return TensorKind((), type(x).__name__, "no device")
+    if not is_dense(x):
+        return TensorKind((), "nested" if x.is_nested else str(x.layout), x.device.type)
     return TensorKind(tuple(x.shape), dtype_name(x.dtype), x.device.type)
 
 
@@ -38,7 +40,7 @@ def values_of(sink: Tensor | None) -> dict[str, str]:
     """
     if sink is None or type(sink) not in (Tensor, torch.nn.Parameter):
         return {}
-    if sink.device.type == "meta" or is_functorch_wrapped_tensor(sink):
+    if sink.device.type == "meta" or not is_dense(sink) or is_functorch_wrapped_tensor(sink):
         return {}
     return {"values of sink": str(sink.tolist())}
 

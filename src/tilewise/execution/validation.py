@@ -11,6 +11,7 @@ from tilewise.arguments import (
     of_kind,
     positive_number,
     real_number,
+    require_dense,
     require_type,
     whole_number,
 )
@@ -40,13 +41,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor | None, latent: Latent | None 
         array = type(x).__module__ == "numpy"
         example = f"torch.from_numpy({name})" if array else "torch.randn(tokens, heads, head_dim)"
         x = require_type(Tensor, name, x, example)
-        if x.is_nested:
-            raise ValueError(
-                f"{name} is nested; pass all its rows as one tensor, {name}.values(), and the "
-                "documents as the mask tw.Document(cu_seqlens)"
-            )
-        if x.layout is not torch.strided:
-            raise ValueError(f"{name} is {x.layout}, but must be dense; pass {name}.to_dense()")
+        require_dense(name, x)
         if hasattr(x, "placements"):  # a DTensor: importing the class takes half a second
             raise ValueError(
                 f"{name} is a DTensor; call attention through local_map of "

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tilewise.arguments import check_count, listed, real_number
+from tilewise.arguments import check_count, listed, real_number, require_dense
 from tilewise.opaque import OpaqueValue
 
 
@@ -71,6 +71,7 @@ def alibi(slopes: Tensor | Sequence[float]) -> Alibi:
     Source: Press, Smith and Lewis 2021, Train Short, Test Long.
     """
     if isinstance(slopes, Tensor):
+        require_dense("slopes", slopes)
         if slopes.ndim != 1:
             raise ValueError(
                 f"slopes is {list(slopes.shape)}, but must be [num_heads], the same for every "

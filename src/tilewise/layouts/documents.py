@@ -29,11 +29,12 @@ def zigzag_documents(cu_seqlens: Any, world_size: int) -> Layout:
     n = whole_number("world_size", world_size, most=MOST_RANKS)
     runs: list[list[Run]] = [[] for _ in range(n)]
     first_rank = 0
-    for start, stop in pairwise(boundaries):
+    for start, stop in pairwise(dict.fromkeys(boundaries)):
         size, num_longer = divmod(stop - start, 2 * n)
-        edges = [start + i * size + min(i, num_longer) for i in range(2 * n + 1)]
+        num_pieces = 2 * n if size else num_longer  # that have tokens
+        edges = [start + i * size + min(i, num_longer) for i in range(num_pieces + 1)]
         shift = first_rank if num_longer else 0
-        for piece in range(2 * n):
+        for piece in range(num_pieces):
             rank = (min(piece, 2 * n - 1 - piece) + shift) % n
             runs[rank].append(Run(edges[piece], edges[piece + 1] - edges[piece]))
         first_rank = (first_rank + bool(num_longer)) % n

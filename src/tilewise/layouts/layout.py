@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 from tilewise.arguments import (
     MOST_RANKS,
     MOST_TOKENS,
+    brief,
     checks_arguments,
     listed,
+    require_dense,
     require_type,
     shown,
     whole_number,
@@ -136,7 +138,7 @@ def _run(shard: int, run: Any) -> Run:
         return Run(*map(index, run))
     except TypeError:
         raise ValueError(
-            f"shard {shard}: {run!r:.60} must be a run of whole numbers, (start, count, stride)"
+            f"shard {shard}: {brief(run)} must be a run of whole numbers, (start, count, stride)"
         ) from None
 
 
@@ -235,6 +237,7 @@ class Layout(OpaqueValue):
         """The rows of the whole tensor x that a rank owns, along dim."""
         if not hasattr(x, "index_select"):
             raise ValueError(f"x ({shown(x)}) must be a torch.Tensor, as torch.as_tensor makes it")
+        require_dense("x", x)
         if not -x.ndim <= whole_number("dim", dim, None) < x.ndim:
             raise ValueError(
                 f"dim ({dim}) must be in {-x.ndim}..{x.ndim - 1} for a tensor {tuple(x.shape)}; "
@@ -254,13 +257,15 @@ class Layout(OpaqueValue):
         """
         shards = listed("shards", shards, "tensors, one per rank")
         if not all(hasattr(x, "index_select") for x in shards):
-            raise ValueError(f"shards ({', '.join(map(shown, shards))}) must be tensors")
+            raise ValueError(f"shards ({brief([*map(shown, shards)])}) must be tensors")
+        for shard, x in enumerate(shards):
+            require_dense(f"shards[{shard}]", x)
         ndim = min((x.ndim for x in shards), default=1)
         whole_number("dim", dim, -ndim, ndim - 1)
         sizes = tuple(x.shape[dim] for x in shards)
         if sizes != self.sizes:
             raise ValueError(
-                f"shards of {sizes} rows do not fit a layout of {self.sizes}; "
+                f"shards of {brief(sizes)} rows do not fit a layout of {self.sizes}; "
                 "pass one per rank, in rank order"
             )
         import torch

@@ -14,7 +14,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.arguments import checks_arguments, require_range, shown, whole_number
+from tilewise.arguments import (
+    brief,
+    checks_arguments,
+    require_dense,
+    require_range,
+    shown,
+    whole_number,
+)
 from tilewise.masks.base import Document
 from tilewise.masks.strips import LIMIT
 
@@ -57,8 +64,8 @@ def histogram(corpus: str) -> tuple[Bin, ...]:
     tables = _tables()
     if corpus not in tables:
         raise ValueError(
-            f"corpus {corpus!r} is not known; take one of {', '.join(tables)}, or the path of a "
-            ".csv with a column length"
+            f"corpus {brief(corpus)} is not known; take one of {', '.join(tables)}, or the path of "
+            "a .csv with a column length"
         )
     return tuple(Bin(*row) for row in tables[corpus])
 
@@ -130,6 +137,8 @@ def shift_labels(tokens: Any, cu_seqlens: Any, ignore_index: int = -100) -> Any:
         ignore_index: the label of each document's last token, which predicts nothing.
     """
     boundaries = Document(cu_seqlens).cu_seqlens
+    if hasattr(tokens, "is_nested"):
+        require_dense("tokens", tokens)
     if not getattr(tokens, "shape", ()):
         raise ValueError(f"tokens ({shown(tokens)}) must be a tensor or an array of tokens")
     if tokens.shape[-1] != boundaries[-1]:
@@ -207,7 +216,8 @@ def _bins_of_longca(corpus: str) -> list[list[int]]:
     tables = _tables("longca")
     if corpus not in tables:
         raise ValueError(
-            f"corpus ({corpus!r}) has no bins of draw 'longca'; take one of {', '.join(tables)}"
+            f"corpus ({brief(corpus)}) has no bins of draw 'longca'; take one of "
+            f"{', '.join(tables)}"
         )
     return tables[corpus]
 

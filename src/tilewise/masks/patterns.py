@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.arguments import checks_arguments, listed, require_known, require_range, whole_number
+from tilewise.arguments import (
+    brief,
+    checks_arguments,
+    listed,
+    require_known,
+    require_range,
+    whole_number,
+)
 from tilewise.masks import lengths
 from tilewise.masks.base import Causal, Document, Full, Mask, Window, as_ints
 from tilewise.masks.strips import LIMIT
@@ -231,7 +238,7 @@ def causal_with_blocks(num_tokens: int, blocks: Any, window: int | None = None) 
     for block in ranges:
         if len(block) != 2 or not 0 <= block[0] <= block[1] <= num_tokens:
             raise ValueError(
-                f"block {block!r:.60} must be (start, end), 0 <= start <= end <= num_tokens "
+                f"block {brief(block)} must be (start, end), 0 <= start <= end <= num_tokens "
                 f"({num_tokens})"
             )
     text = Causal() if window is None else Window(window, 0)

@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tilewise.arguments import listed, whole_number, whole_numbers
+from tilewise.arguments import brief, listed, whole_number, whole_numbers
 
 LIMIT = (
     2**40
@@ -314,7 +314,7 @@ def checked_range(what: str, bounds: tuple[int, int]) -> tuple[int, int]:
     """
     ends = listed(what, bounds, "two positions")
     if len(ends) != 2:
-        raise ValueError(f"{what} {tuple(ends)!r:.60} must be (start, stop)")
+        raise ValueError(f"{what} {brief(tuple(ends))} must be (start, stop)")
     start, stop = (whole_number(what, x, None) for x in ends)
     if not 0 <= start <= stop:
         raise ValueError(f"{what} ({start}, {stop}) must be (start, stop) with 0 <= start <= stop")

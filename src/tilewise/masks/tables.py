@@ -11,7 +11,15 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tilewise.arguments import checks_arguments, counted, listed, require_known, shown, whole_number
+from tilewise.arguments import (
+    as_array,
+    brief,
+    checks_arguments,
+    listed,
+    require_known,
+    shown,
+    whole_number,
+)
 from tilewise.masks import strips
 from tilewise.masks.base import (
     And,
@@ -249,10 +257,8 @@ def bool_table(values: Any, name: str = "block_mask") -> NDArray[np.bool_]:
         ValueError: "block_mask (float64) must hold True and False, or 1 and 0".
     """
     try:
-        if not hasattr(values, "__array__") and hasattr(values, "__iter__"):
-            values = counted(name, values)
-        table = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
-    except (TypeError, ValueError, RuntimeError) as error:
+        table = as_array(name, values, dims=3)
+    except (TypeError, OverflowError) as error:
         raise ValueError(f"{name} ({shown(values)}) must be a table: {error}") from None
     if table.dtype == bool:
         return table
@@ -268,7 +274,9 @@ def _is_of_one_head(value: object) -> bool:
 def _checked_slice(i: int, entry: Any) -> Slice:
     parts = cast("Sequence[Any]", entry) if isinstance(entry, Sequence) else ()
     if len(parts) != 3:
-        raise ValueError(f"slice {i} ({entry!r:.60}) must be (q_range, k_range, kind)")
+        raise ValueError(
+            f"slice {i} ({brief(cast(object, entry))}) must be (q_range, k_range, kind)"
+        )
     q_range, k_range, kind = parts
     q = _checked_bounds(f"slice {i}: q_range", q_range)
     k = _checked_bounds(f"slice {i}: k_range", k_range)

@@ -15,6 +15,7 @@ from typing import Any
 
 from tilewise.arguments import (
     DtypeName,
+    brief,
     check_fields,
     checks_arguments,
     of_kind,
@@ -194,7 +195,7 @@ class Machine:
         """
         tables = preset_tables(name)
         if tables is None:
-            raise ValueError(f"no preset {name!r}; there are {', '.join(preset_names())}")
+            raise ValueError(f"no preset {brief(name)}; there are {', '.join(preset_names())}")
         return _machine(tables, f"preset {name}")
 
     @staticmethod
@@ -276,7 +277,7 @@ class Machine:
         known_dtypes = ", ".join(sorted({kernel.dtype for kernel in self.kernels}))
         pass_name = "backward" if backward else "forward"
         raise ValueError(
-            f"machine {self.name!r} has no {pass_name} kernel speeds for {dtype}, only for "
+            f"machine {self.name!r} has no {pass_name} kernel speeds for {brief(dtype)}, only for "
             f"{known_dtypes}; add a [[kernel]] table for it"
         )
 
@@ -360,7 +361,9 @@ def _check_kernel(kernel: KernelSpeed) -> None:
         require_range(f"kernel {kernel.dtype}: {name}", getattr(kernel, name), 0, limit)
     for name, sizes in (("queries", kernel.queries), ("keys", kernel.keys)):
         if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] <= 0:
-            raise ValueError(f"kernel {kernel.dtype}: {name} {sizes} must be positive and ascend")
+            raise ValueError(
+                f"kernel {kernel.dtype}: {name} {brief(sizes)} must be positive and ascend"
+            )
     shape = [len(kernel.keys)] * len(kernel.queries)
     if [len(row) for row in kernel.flops] != shape or not all(
         1 <= flops < math.inf for row in kernel.flops for flops in row

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilewise.arguments import dtype_name
+from tilewise.arguments import brief, dtype_name, require_dense
 from tilewise.layouts.layout import Layout
 from tilewise.tokens.moves import halo_moves
 from tilewise.tokens.pieces import few_pieces
@@ -74,6 +74,7 @@ def _check(x: Any, weight: Any, bias: Any, activation: Any) -> None:
     for name, given in (("x", x), ("weight", weight)):
         if not isinstance(given, Tensor):
             raise ValueError(f"{name} ({type(given).__name__}) must be a Tensor")
+        require_dense(name, given)
     if x.ndim not in (2, 3):
         raise ValueError(
             f"x {tuple(x.shape)} must be [(batch,) tokens, channels]; causal_conv1d's [batch, "
@@ -84,11 +85,15 @@ def _check(x: Any, weight: Any, bias: Any, activation: Any) -> None:
             f"weight {tuple(weight.shape)} must be [channels, width] for x {tuple(x.shape)}, which "
             f"has {x.shape[-1]} channels; of an nn.Conv1d that is weight.squeeze(1)"
         )
+    if isinstance(bias, Tensor):
+        require_dense("bias", bias)
     if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[:1]):
         shape = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
         raise ValueError(f"bias {shape} must be [{weight.shape[0]}], one for each channel")
     for name, given in (("weight", weight), ("bias", x if bias is None else bias)):
         if given.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"{name} is {given.dtype}, x {x.dtype}; make them equal")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation ({activation!r}) must be None, 'silu' or 'swish'")
+        if given.device != x.device:
+            raise ValueError(f"{name} is on {given.device}, x on {x.device}; move it there")
+    if not isinstance(activation, str | None) or activation not in ACTIVATIONS:
+        raise ValueError(f"activation ({brief(activation)}) must be None, 'silu' or 'swish'")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.arguments import real_number, require_type, whole_number
+from tilewise.arguments import real_number, require_dense, require_type, whole_number
 from tilewise.execution.validation import MOST_SEEDS
 from tilewise.kernels.dropout import philox_words, threshold
 
@@ -49,7 +49,8 @@ def check_dropout(
 ) -> None:
     """Raise ValueError for arguments of ContextParallel.dropout that do not fit."""
     require_type(Tensor, "x", x)
-    if not x.is_floating_point():
+    require_dense("x", x)
+    if not x.is_floating_point() or x.itemsize < 2:  # torch multiplies no float8
         raise ValueError(f"x ({x.dtype}) must have a floating-point dtype, such as torch.float32")
     if not -x.ndim <= whole_number("dim", dim, None) < x.ndim:
         raise ValueError(

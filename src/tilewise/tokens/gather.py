@@ -147,11 +147,14 @@ def gather_by(
     Args:
         x: this rank's rows along dim, under layout.owned.
     """
+    stages = gather_stages(plan, layout, mask)
+    if not stages:  # no row travels, but ranks compare the call
+        return move_rows(x, gather_moves(layout, mask), transport, dim)
     rank, rows = transport.rank, x.movedim(dim, 0)
     verb = {"dim of tokens": str(dim % x.ndim)}
     held: dict[int, tuple[Rows, Tensor]] = {rank: (layout.owned.rows(rank), rows)}
     anchors = list[Tensor]()  # every rank takes part in each stage's backward pass
-    for stage in gather_stages(plan, layout, mask):
+    for stage in stages:
         leaving = [_rows(*held[shard], wanted) for shard, wanted in stage.sent[rank].items()]
         moved = move_rows(torch.cat([rows[:0], *leaving]), stage.moves, transport, verb=verb)
         anchors.append(moved[:0])

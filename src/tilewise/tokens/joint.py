@@ -64,7 +64,8 @@ def owned_call(q: Tensor, k: Tensor, v: Tensor | None, call: Call) -> tuple[Call
         ValueError: the same on every rank, if one rank's rows do not fit, or replicated rows differ
             between ranks.
     """
-    plan, layout, keys = call.plan, call.layout, call.kv_layout or call.layout
+    plan, layout = call.plan, call.layout
+    keys = layout if call.kv_layout is None else call.kv_layout
     if not (isinstance(plan, Plan) and isinstance(layout, Layout) and isinstance(keys, Layout)):
         return call, None  # attention says so
     whole_queries = plan.replicated_queries

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.arguments import dtype_name, real_number, shown, whole_number
+from tilewise.arguments import (
+    MOVED_DTYPES,
+    dtype_name,
+    real_number,
+    require_dense,
+    shown,
+    whole_number,
+)
 from tilewise.compiler.row_moves import RowMoves
 from tilewise.execution.row_moves import moved
 from tilewise.transport.agreement import agree, agreement_of, settled
@@ -54,6 +61,7 @@ def row_fields(
     """Return the facts of a tensor, right by itself, that the ranks must have in common."""
     if not isinstance(x, Tensor):
         raise ValueError(f"x ({type(x).__name__}) must be a Tensor, this rank's rows")
+    require_dense("x", x)
     if not -x.ndim <= whole_number("dim", dim, None) < x.ndim:
         raise ValueError(
             f"dim ({dim}) must be in {-x.ndim}..{x.ndim - 1} for a tensor {tuple(x.shape)}; name "
@@ -73,11 +81,25 @@ def row_fields(
         "rows": moves.fingerprint,
         "shape": str(others),
         "dim": str(dim % x.ndim),
-        "dtype": dtype_name(x.dtype),
+        "dtype": _moved_dtype(x),
         "device": x.device.type,
         "fill": str(_filling(x, fill)),
         "requires_grad": str(torch.is_grad_enabled() and x.requires_grad),
     }
+
+
+def _moved_dtype(x: Tensor) -> str:
+    """Return the name of a dtype whose numbers travel.
+
+    Raises:
+        ValueError: if they do not.
+    """
+    name = dtype_name(x.dtype)
+    if name not in MOVED_DTYPES:
+        cure = "torch.view_as_real(x)" if x.is_complex() else "x.view(torch.uint8)"
+        known = ", ".join(MOVED_DTYPES)
+        raise ValueError(f"x is {x.dtype}, but must be one of {known}; pass {cure}")
+    return name
 
 
 def _filling(x: Tensor, fill: float) -> float:

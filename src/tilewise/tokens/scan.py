@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.arguments import require_type, whole_number
+from tilewise.arguments import require_dense, require_type, whole_number
 from tilewise.compiler.row_moves import RowMoves
 from tilewise.layouts.layout import Layout
 from tilewise.tokens.moves import scan_moves
@@ -81,7 +81,7 @@ def _moved(
     maps: Tensor, states: Tensor, moves: RowMoves, transport: Transport, verb: dict[str, str]
 ) -> tuple[Tensor, Tensor]:
     """Maps and states of the pieces some places before; 0 where that is another document."""
-    both = torch.cat([maps.flatten(1), states.flatten(1)], 1)
+    both = torch.cat([x.reshape(len(x), _row(x)) for x in (maps, states)], 1)
     moved = move_rows(both, moves, transport, verb=verb)
     a, b = moved.split([_row(maps), _row(states)], 1)
     return a.reshape(maps.shape), b.reshape(states.shape)
@@ -107,6 +107,7 @@ def _dimension(
         if not isinstance(x, Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} ({kind}) must be a Tensor of floating-point numbers")
+        require_dense(name, x)
     if dim is not None and whole_number("dim", dim, None) not in (0, 1):
         raise ValueError(f"dim ({dim}) must be 0 or 1, the dimension of pieces")
     sizes = [

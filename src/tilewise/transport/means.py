@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewise.arguments import real_number, require_type, shown
+from tilewise.arguments import real_number, require_dense, require_type, shown
 from tilewise.transport.agreement import agree, settled
 from tilewise.transport.protocol import Message, Transport, as_bytes
 
@@ -51,6 +51,9 @@ def mean_over_ranks(
 
     def check() -> dict[str, str]:
         require_type(Tensor, "losses", losses, "F.cross_entropy(..., reduction='sum')")
+        require_dense("losses", losses)
+        if isinstance(count, Tensor):
+            require_dense("count", count)
         number = real_number("count", count.item() if _is_one_number(count) else count)
         if not losses.is_floating_point() or not 0 <= number <= MOST_LOSSES:
             raise ValueError(

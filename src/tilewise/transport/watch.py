@@ -108,36 +108,40 @@ class Watch:
         verdict = _verdict(watched)
         if verdict:
             failure = ValueError(verdict)
-        elif since and self._absent() and monotonic() - since > timeout_of(group) / 2:
+        elif since and self._absent(watched)[0] and monotonic() - since > timeout_of(group) / 2:
             failure = LostRankError(
                 f"{self._waits(watched, since)} The group's timeout has ended the wait.",
-                self._absent()[0],
+                self._absent(watched)[0][0],
             )
         else:
             failure = failure_of(messages, verb, error, group)
         end_waits(watched)
         return failure
 
-    def _absent(self) -> list[int]:
-        """Return the ranks that are not known to wait in this call or a later one."""
-        return sorted(rank for rank, there in self._there.items() if not there)
+    def _absent(self, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+        """Return the ranks that have not come to this call, as far as is known, and the other ranks
+        that do not wait: these may have made the call and gone on.
+        """
+        silent = {rank for rank, there in self._there.items() if not there}
+        absent = silent & {*peers_of(self.messages, group)} or silent
+        return sorted(absent), sorted(silent - absent)
 
     def _waits(self, group: dist.ProcessGroup, since: float) -> str:
         """Say since when this rank waits in which call, and which ranks have not come to it."""
-        absent = self._absent()
-        whom = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+        absent, others = self._absent(group)
+        more = f"; {_named(others)}, too, unless past it" if others else ""
         return (
             f"rank {group.rank()} has waited {monotonic() - since:.0f} s in "
-            f"{described(self.agreement.state())}. Missing: {whom}, late or busy, or without this "
-            "call. Every rank of the group must make it, not only those under `if rank == 0:`."
-            + _ALONE
-            * ("transformers" in sys.modules)
+            f"{described(self.agreement.state())}. Missing: {_named(absent)}, late or busy, or "
+            f"without this call{more}. Every rank of the group must make it, not only those under "
+            "`if rank == 0:`." + _ALONE * ("transformers" in sys.modules)
         )
 
     def _notice(self, group: dist.ProcessGroup, since: float) -> None:
         """Write on stderr for whom this rank waits, if no lower rank does it."""
-        absent = self._absent()
-        if absent and all(rank in absent for rank in range(group.rank())):
+        absent, _ = self._absent(group)
+        lower = range(group.rank())
+        if absent and all(self._there.get(rank) is False for rank in lower):
             sys.stderr.write(f"tilewise: {self._waits(group, since)}\n")
             sys.stderr.flush()
             self._noticed = monotonic()
@@ -246,6 +250,10 @@ class _Watches:
 
 
 WATCHES = _Watches()
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def end_waits(group: dist.ProcessGroup) -> None:

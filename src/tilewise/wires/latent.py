@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tilewise.arguments import check_fields, listed, whole_number
+from tilewise.arguments import brief, check_fields, listed, whole_number
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Latent:
     def __post_init__(self) -> None:
         if self.expand is not None and not callable(self.expand):
             raise ValueError(
-                f"expand ({self.expand!r}) must be a function (rows, positions, *params) -> k, v"
+                f"expand ({brief(self.expand)}) must be a function (rows, positions, *params) -> "
+                "k, v"
             )
         object.__setattr__(self, "params", tuple(listed("params", self.params, "tensors")))
         check_fields(self)

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 from tilewise.arguments import (
     ITEM_BYTES,
     DtypeName,
+    brief,
     checks_arguments,
     dtype_name,
     of_kind,
@@ -142,15 +143,16 @@ def wires_of(wire: AnyWire | None, wire_dtype: Any = None) -> Wires:
         return Wires(partials=Plain(wire_dtype))
     if wire_dtype is not None:
         raise ValueError(
-            f"wire_dtype ({dtype_name(wire_dtype)}) is short for wire=tw.wire.Plain(...); beside "
-            f"wire ({wire}) leave it out, or pass tw.wire.Wires(...) with a partials of its own"
+            f"wire_dtype ({brief(dtype_name(wire_dtype))}) is short for wire=tw.wire.Plain(...); "
+            f"beside wire ({brief(wire)}) leave it out, or pass tw.wire.Wires(...) with a partials "
+            "of its own"
         )
     if isinstance(wire, Latent):
         return Wires(latent=wire)
     if isinstance(wire, Wires):
         return wire
     if isinstance(wire, type) or not isinstance(wire, Wire):
-        raise ValueError(f"wire ({wire!r}) must be a wire, such as tw.wire.Plain('bfloat16')")
+        raise ValueError(f"wire ({brief(wire)}) must be a wire, such as tw.wire.Plain('bfloat16')")
     return Wires(partials=wire) if isinstance(wire, Plain) else Wires(wire, wire)
 
 

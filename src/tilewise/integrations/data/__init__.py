@@ -17,7 +17,9 @@ from torch.utils.data import Dataset
 import tilewise as tw
 from tilewise.arguments import (
     checks_arguments,
+    entries,
     listed,
+    require_dense,
     shown,
     whole_number,
     whole_numbers,
@@ -62,6 +64,9 @@ def shard_inputs(  # noqa: PLR0913 - what a batch consists of, by name
     """
     given = {"input_ids": input_ids, "labels": labels, "token_type_ids": token_type_ids}
     columns = {name: x for name, x in given.items() if x is not None}
+    for name, x in (columns | {"attention_mask": attention_mask}).items():
+        if x is not None:
+            require_dense(name, x)
     if attention_mask is not None:
         documents = _unpadded(columns, attention_mask, cu_seqlens)
         columns, cu_seqlens = _one_row(layout, documents, 0)
@@ -102,7 +107,7 @@ def pack(document_lengths: Iterable[int], num_tokens: int) -> list[list[int]]:
     groups: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, group), ascending
     whole_number("num_tokens", num_tokens)
-    for index, length in enumerate(document_lengths):
+    for index, length in enumerate(entries("document_lengths", document_lengths)):
         whole_number(f"length of document {index}", length, 0)
         if length > num_tokens:
             raise ValueError(
@@ -276,7 +281,7 @@ class TokenDataset(Dataset[Inputs]):
 def _is_sized(tokens: Any) -> bool:
     try:
         return len(tokens) >= 0 and not isinstance(tokens, str | bytes | Mapping)
-    except (TypeError, OverflowError):  # of an array of no dimensions, too
+    except (TypeError, OverflowError, RuntimeError):  # of an array of no dimensions, too
         return False
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 import tilewise as tw
-from tilewise.arguments import checks_arguments, whole_number
+from tilewise.arguments import checks_arguments, is_dense, whole_number
 from tilewise.integrations.data import shard_inputs
 from tilewise.integrations.transformers.attention import LayerMask
 from tilewise.integrations.transformers.check import (
@@ -174,6 +174,6 @@ def shard(cp: tw.ContextParallel, input_ids: Tensor, **columns: Any) -> dict[str
 @checks_arguments
 def unshard(cp: tw.ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
     """The whole tensor on every rank, from what a model gave for the rows of shard."""
-    if not -x.ndim <= dim < x.ndim:
+    if not is_dense(x) or not -x.ndim <= dim < x.ndim:
         return cp.unshard(x, dim)  # which refuses it on every rank
     return cp.unshard(x.narrow(dim, 0, min(x.shape[dim], cp.layout.size(cp.rank))), dim)

@@ -99,7 +99,7 @@ def _rank(
     """
     work = areas + balance.linear * tokens
     excess = float(work.max() / work.mean()) - (1 + balance.slack) if work.any() else 0.0
-    return max(0, ceil(excess / GRAIN)), float(load.mean() + BUSIEST * load.max())
+    return ceil(max(0.0, excess) / GRAIN), float(load.mean() + BUSIEST * load.max())
 
 
 def _better(choices: list[RoutedWork], own_queries: RoutedWork) -> RoutedWork:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.arguments import of_kind, require_type, whole_number
+from tilewise.arguments import is_dense, of_kind, require_type, whole_number
 from tilewise.integrations.seeds import agreed_seed
 from tilewise.kernels.bias import Alibi
 from tilewise.masks.base import as_ints
@@ -179,9 +179,9 @@ def _check_kinds(qkv: tuple[Tensor, Tensor, Tensor], options: Options) -> None:
 
 def unpacked(name: str, x: Any, num_parts: int) -> Sequence[Any]:
     """The parts of a kvpacked or qkvpacked tensor; of another one errors for `attend` to raise."""
-    if isinstance(x, Tensor) and x.ndim > 3 and x.shape[-3] == num_parts:
+    if isinstance(x, Tensor) and is_dense(x) and x.ndim > 3 and x.shape[-3] == num_parts:
         return x.unbind(-3)
-    shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+    shape = list(x.shape) if isinstance(x, Tensor) and is_dense(x) else type(x).__name__
     return [ValueError(f"{name} ({shape}) must be [..., {num_parts}, heads, head_dim]")] * num_parts
 
 
@@ -265,7 +265,8 @@ def _documents_of(
             raise ValueError(f"cu_seqlens_q ends at {edges[-1]}, but q is {list(q.shape)}")
         marks = q.new_zeros(len(q), dtype=torch.int64)
         marks[[edge for edge in edges[1:] if edge < len(q)]] = 1
-        marks[:1] = slices.local_k_slice.start == rank * len(q)
+        own = require_type(slice, "local_k_slice", slices.local_k_slice, "slice(0, 8)")
+        marks[:1] = own.start == rank * len(q)
         return marks
 
     marks = settled(transport, starts)
