@@ -35,7 +35,6 @@ HEADS = ((32, 32), (64, 8))
 LEFT_HEADS = ((4, 4), (8, 1), (5, 5), (2, 1))
 """Heads that tensor parallelism of 8 leaves a device, its node being used up: nodes of one."""
 MASKS = ("causal", "causal_document")
-MAPS = *product(MASKS, HEADS), *(("causal", heads) for heads in LEFT_HEADS)
 ROWS = Path(__file__).parents[1] / "results" / "where.jsonl"
 SHORT = MappingProxyType({"mesh": "mesh", "ulysses x mesh": "u x mesh", "hierarchical": "hier.",
                           "tiled or needed": "for mask"})  # fmt: skip
@@ -130,7 +129,7 @@ def where(work: tw.Workload, machine: Machine, *, path: Path = ROWS) -> Iterator
         "prolong512k, the longest a quarter of the sequence; each plan on the better of zigzag and "
         "zigzag_documents, degrees 8 and all, one shape of a tile."
     )
-    figures = tuple(_map(mask, heads, rows) for mask, heads in MAPS)
+    figures = tuple(_map(*shown, rows) for shown in _maps(rows))
     yield StudyTable("where", "Where it pays", about, units, rows, figures=figures)
 
 
@@ -192,9 +191,13 @@ def _fastest(cases: list[Case], machine: Machine) -> dict[str, tuple[float, str]
     return found
 
 
-def _map(mask: str, heads: tuple[int, int], rows: list[tuple[Value, ...]]) -> Figure:
+def _maps(rows: list[tuple[Value, ...]]) -> list[tuple[str, str]]:
+    """The masks and heads that there are rows of."""
+    return list(dict.fromkeys((str(mask), str(heads)) for mask, heads, *_ in rows))
+
+
+def _map(mask: str, shape: str, rows: list[tuple[Value, ...]]) -> Figure:
     """Links and nodes downward, tokens to the right."""
-    shape = f"{heads[0]}:{heads[1]}"
     mine = {
         (f"{gbit} Gbit/s, node {node}", count(int(tokens or 0))): (shown, plan, known, gain, over)
         for at, head, node, gbit, tokens, shown, plan, _, known, gain, over in rows
@@ -209,17 +212,19 @@ def _map(mask: str, heads: tuple[int, int], rows: list[tuple[Value, ...]]) -> Fi
     down, right = (list(dict.fromkeys(key[i] for key in mine)) for i in (0, 1))
     levels = [(family, number) for family, number in COLOURS.items()]
     title = f"{mask.replace('_', ' ')}, {shape} heads"
-    return Figure(f"where-{mask}-{heads[0]}", title, "", heat_map(down, right, levels, cell))
+    return Figure(
+        f"where-{mask}-{shape.replace(':', '-')}", title, "", heat_map(down, right, levels, cell)
+    )
 
 
 def picture(rows: list[tuple[Value, ...]], path: Path) -> None:
     """Write the maps as one PNG."""
     from matplotlib.figure import Figure as Canvas
 
-    canvas = Canvas(figsize=(12, 16), layout="constrained")
-    panels = canvas.subplots(4, 2)
-    for axes, (mask, heads) in zip(panels.flat, MAPS, strict=True):
-        shape = f"{heads[0]}:{heads[1]}"
+    maps = _maps(rows)
+    canvas = Canvas(figsize=(12, 4 * len(maps) / 2), layout="constrained")
+    panels = canvas.subplots(-(-len(maps) // 2), 2)
+    for axes, (mask, shape) in zip(panels.flat, maps, strict=False):
         mine = [row for row in rows if row[:2] == (mask, shape)]
         down = list(dict.fromkeys(row[2:4] for row in mine))
         gains = [[next(row for row in mine if row[2:5] == (*at, t)) for t in TOKENS] for at in down]

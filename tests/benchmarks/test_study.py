@@ -358,6 +358,7 @@ def test_the_map_keeps_its_rows_and_says_what_is_gained(
     for name, few in {
         "MASKS": ("causal", "causal_document"),
         "HEADS": ((8, 8),),
+        "LEFT_HEADS": ((5, 5),),
         "TOKENS": (1 << 9,),
         "DEVICES": {"causal": 16, "causal_document": 8},
         "LINKS": {"causal": (25,), "causal_document": (25,)},
@@ -365,7 +366,9 @@ def test_the_map_keeps_its_rows_and_says_what_is_gained(
         monkeypatch.setattr(where, name, few)
     path = tmp_path / "rows.jsonl"
     (table,) = where.where(WORK, MACHINE, path=path)
-    assert len(table.rows) == 4 and len(table.figures) == 2
+    assert len(table.rows) == 5 and len(table.figures) == 3
+    (left,) = (row for row in records(table) if row["heads"] == "5:5")
+    assert left["best"] == "mesh" and left["gain"] > 1.3
     for row in records(table):
         assert row["gain"] >= 1 and row["best of the known"] in where.KNOWN
         assert (row["best"] == "nothing gained") == (row["gain"] <= where.EQUAL)
