@@ -49,7 +49,8 @@ def base_model(model: nn.Module) -> Any:
             f"{config.peft_type.value} puts tokens of its own before the sequence, which the "
             "layout does not know; use adapters that change weights alone, such as LoRA"
         )
-    return base_model(model.get_base_model())  # pyright: ignore[reportCallIssue]
+    tuner: Any = model.base_model  # get_base_model is not of PeftMixedModel
+    return base_model(tuner.model)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -120,10 +121,14 @@ def refuse_new_adapters(model: nn.Module, group: Any) -> None:
     """
     base = base_model(model)
     tried = {**configurations(base), **configurations(model)}
-    for called in {id(x): x for x in (model, base)}.values():
+    # AdaLoRA around a model calls base.forward, past base's hooks, but not past those in it.
+    owners = {id(x): (x, owner) for x, owner in ((base.base_model, base), (base, base))}
+    owners[id(model)] = model, model
+    called: Any
+    for called, owner in owners.values():
         if "_tilewise_adapters" not in vars(called):  # PEFT's models have base's attributes
             called.register_forward_pre_hook(_check_new_adapters, prepend=True)
-        called._tilewise_adapters = _Tried(_GroupOnly(group), tried)  # pyright: ignore
+        called._tilewise_adapters = _Tried(_GroupOnly(group), tried, owner)
 
 
 class _GroupOnly(Shared):
@@ -136,8 +141,8 @@ class _GroupOnly(Shared):
 class _Tried(NotSaved):
     """The adapters of a model that were tried, by their configurations."""
 
-    def __init__(self, ranks: _GroupOnly, configs: dict[str, Any]) -> None:
-        self.ranks, self.configs = ranks, configs
+    def __init__(self, ranks: _GroupOnly, configs: dict[str, Any], model: nn.Module) -> None:
+        self.ranks, self.configs, self.model = ranks, configs, model
 
 
 @not_compiled
@@ -145,11 +150,11 @@ def _check_new_adapters(called: Any, _: Any) -> None:
     if not is_split(called):
         return
     tried: _Tried = called._tilewise_adapters
-    now = dict(configurations(called))
+    now = dict(configurations(tried.model))
     if all(tried.configs.get(name) is x for name, x in now.items()):
         return
-    settled(tw.transport.transport_for(tried.ranks.group), lambda: check_model(called))
-    called._tilewise_adapters = _Tried(tried.ranks, now)
+    settled(tw.transport.transport_for(tried.ranks.group), lambda: check_model(tried.model))
+    called._tilewise_adapters = _Tried(tried.ranks, now, tried.model)
 
 
 def refused_loss(model: nn.Module) -> str | None:
@@ -165,9 +170,6 @@ def refused_loss(model: nn.Module) -> str | None:
             check_model(model, loss=False)
         except ValueError:
             raise error from None
-        base = base_model(model)
-        if adapted(model) and refusal(_class_of(base), base.config) is None:
-            raise  # an adapter is why, such as AdaLoRA, which adds to the loss
         return str(error)
     return None
 
