@@ -61,7 +61,7 @@ def test_adapters_that_see_more_than_a_row_are_refused_by_name(kind: str):
 
 
 def test_an_adapter_that_adds_to_the_loss_runs_without_labels_alone():
-    """AdaLoRA, which calls the model in it past its hooks, put into it before it is split and after."""
+    """AdaLoRA, which calls the model in it past its hooks, whenever it was put around it."""
     config = peft.AdaLoraConfig(**COMMON, total_step=10)
     whole = peft.get_peft_model(build("llama"), config).train()
     want = whole(GIVEN.input_ids).logits
@@ -112,6 +112,24 @@ def test_a_model_that_gets_adapters_after_it_was_split_is_tried_when_it_runs():
         registered.get_base_model().set_attn_implementation(hf.register(cp, f"by_hand_{rank}"))
         with pytest.raises(ValueError, match=r"LlamaAttention has adapters of PEFT.*parallelize"):
             run_split(registered, cp, GIVEN)
+
+    tw.loopback(2, on_rank)
+
+
+def test_adapters_that_were_put_into_a_module_around_a_model_are_refused():
+    """Before the model is split and after: PEFT notes their settings on that module."""
+    message = r"LlamaForCausalLM has adapters of PEFT \(default\) .* into a module around it"
+
+    def on_rank(rank, group):
+        cp = tw.ContextParallel(group, num_tokens=22, mask=tw.Causal())
+        config = peft.LilyConfig(r=4, num_B=2, target_modules=["q_proj"])
+        holder = torch.nn.ModuleDict({"model": build("llama")})
+        late = hf.parallelize(holder["model"], cp, f"tilewise_{rank}")
+        peft.inject_adapter_in_model(config, holder)
+        with pytest.raises(ValueError, match=message):
+            run_split(late, cp, GIVEN)
+        with pytest.raises(ValueError, match=message):
+            hf.parallelize(late, cp, f"tilewise_{rank}")
 
     tw.loopback(2, on_rank)
 

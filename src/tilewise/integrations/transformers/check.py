@@ -10,7 +10,13 @@ from torch import nn
 import tilewise as tw
 from tilewise import lazy
 from tilewise.arguments import checks_arguments
-from tilewise.integrations.transformers.adapters import Adapter, adapted, adapters, configurations
+from tilewise.integrations.transformers.adapters import (
+    Adapter,
+    adapted,
+    adapters,
+    configurations,
+    refused_names,
+)
 from tilewise.integrations.transformers.attention import attention_of, masks_of
 from tilewise.integrations.transformers.masks import refused_model, uses_attention_interface
 from tilewise.integrations.transformers.rope import RopeLengths
@@ -98,6 +104,9 @@ def check_model(model: nn.Module, *, numerical: bool = True, loss: bool = True) 
             output alone, the logits or hidden states.
     """
     model, base = uncompiled(model), base_model(model)
+    error = refused_names(model)
+    if error:
+        raise ValueError(error)
     given = {"loss_function": getattr(base, "_loss_function", None), "loss": loss}
     model_class = _class_of(base)
     for adapter in adapters(model, base) if numerical and configurations(model) else (None,):
@@ -151,7 +160,8 @@ def _check_new_adapters(called: Any, _: Any) -> None:
         return
     tried: _Tried = called._tilewise_adapters
     now = dict(configurations(tried.model))
-    if all(tried.configs.get(name) is x for name, x in now.items()):
+    known = all(tried.configs.get(name) is x for name, x in now.items())
+    if known and refused_names(tried.model) is None:
         return
     settled(tw.transport.transport_for(tried.ranks.group), lambda: check_model(tried.model))
     called._tilewise_adapters = _Tried(tried.ranks, now, tried.model)
