@@ -98,7 +98,7 @@ def adapted(model: nn.Module) -> bool:
 def names_in_layers(module: nn.Module) -> set[str]:
     """Names of the adapters that were put into a module, or into those in it."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
-    layers = (x for x in module.modules() if tuners and isinstance(x, tuners.BaseTunerLayer))
+    layers: Any = (x for x in module.modules() if tuners and isinstance(x, tuners.BaseTunerLayer))
     return {name for layer in layers for name in layer._get_available_adapters()}
 
 

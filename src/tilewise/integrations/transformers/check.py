@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -131,12 +132,14 @@ def refuse_new_adapters(model: nn.Module, group: Any) -> None:
     base = base_model(model)
     tried = {**configurations(base), **configurations(model)}
     # AdaLoRA around a model calls base.forward, past base's hooks, but not past those in it.
-    owners = {id(x): (x, owner) for x, owner in ((base.base_model, base), (base, base))}
-    owners[id(model)] = model, model
-    called: Any
-    for called, owner in owners.values():
+    hooks: dict[int, tuple[Any, nn.Module, Callable[..., None]]] = {
+        id(base.base_model): (base.base_model, base, _check_where_not_compiled),
+        id(base): (base, base, _check_new_adapters),
+        id(model): (model, model, _check_new_adapters),
+    }
+    for called, owner, hook in hooks.values():
         if "_tilewise_adapters" not in vars(called):  # PEFT's models have base's attributes
-            called.register_forward_pre_hook(_check_new_adapters, prepend=True)
+            called.register_forward_pre_hook(hook, prepend=True)
         called._tilewise_adapters = _Tried(_GroupOnly(group), tried, owner)
 
 
@@ -165,6 +168,12 @@ def _check_new_adapters(called: Any, _: Any) -> None:
         return
     settled(tw.transport.transport_for(tried.ranks.group), lambda: check_model(tried.model))
     called._tilewise_adapters = _Tried(tried.ranks, now, tried.model)
+
+
+def _check_where_not_compiled(called: Any, args: Any) -> None:
+    """As _check_new_adapters, which would break the graph of a model within its forward pass."""
+    if not torch.compiler.is_compiling():
+        _check_new_adapters(called, args)
 
 
 def refused_loss(model: nn.Module) -> str | None:

@@ -162,7 +162,7 @@ class SplitAccelerator:
         (split_model,) = inside
         if "SequenceClassification" in type(split_model).__name__ and not _trains(split_model):
             return  # a reward model, which runs on whole rows
-        if isinstance(split_model, GenericForSequenceClassification):
+        if issubclass(type(split_model), GenericForSequenceClassification):
             split_model = (
                 split_model.base_model
             )  # of whose whole rows the head reads one token each
