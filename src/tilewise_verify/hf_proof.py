@@ -44,7 +44,12 @@ ADVICE = "check_model(model, numerical=False) leaves this check out"
 DRAWS = "It draws random numbers when it runs, beside those of dropout, and each rank draws others"
 OWN_LOSS = (
     "Its rows are right: call it without labels and compute the loss from its logits, in a Trainer "
-    "by compute_loss_func; check_model(model, loss=False) asks for this use alone"
+    "by compute_loss_func, or by a compute_loss of its own if labels have other names; "
+    "check_model(model, loss=False) asks for this use alone"
+)
+OWN_HEAD = (
+    ". In a Trainer put a head of your own on the model without one, with its adapters: it gets "
+    "whole rows"
 )
 LOCK = threading.RLock()  # a proof changes the default dtype and transformers' registries
 
@@ -135,10 +140,11 @@ def _drew() -> bool:
 def _hint(subject: ModelUnderTest) -> str:
     if subject.loss and _without_loss(subject).refuted() is None:
         return f"Its loss is not its share of the whole one, or pools this rank's rows. {OWN_LOSS}"
+    own_head = OWN_HEAD if "SequenceClassification" in subject.model_class.__name__ else ""
     return (
         "It computes from this rank's tokens what needs the whole sequence (this was a tiny model "
         f"of its class and configuration, {NUM_TOKENS} tokens on {WORLD_SIZE} ranks; {ADVICE})"
-    )
+    ) + own_head
 
 
 def _without_loss(subject: ModelUnderTest) -> ModelUnderTest:

@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from tilewise_verify.row_probe import RowProbe
+from tilewise_verify.row_probe import RowProbe, on_gradient
 
 
 class OutputSetting(NamedTuple):
@@ -253,7 +253,7 @@ class _Recorder(TorchFunctionMode):
             if first_output is not None:
                 self.record.outputs[name] = _kept(first_output)
                 if first_output.requires_grad:
-                    first_output.register_hook(lambda grad: self._gradient(name, grad))
+                    on_gradient(first_output, lambda grad: self._gradient(name, grad))
         return self._disturbed(output) if first_output is output and not outer else output
 
     def _gradient(self, name: str, grad: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -57,7 +58,7 @@ class RowProbe(NamedTuple):
             if not self.backward:
                 watched.reading = out.detach()
             elif out.requires_grad:
-                out.register_hook(self._gradient)
+                on_gradient(out, self._gradient)
 
         return [
             module.register_forward_pre_hook(before, with_kwargs=True),
@@ -96,3 +97,21 @@ class RowProbe(NamedTuple):
                 make = torch.Generator().manual_seed(position)
                 drawn[place] = torch.randn(rows.shape[1:], generator=make).to(rows)
         return drawn
+
+
+def on_gradient(x: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+    """Call a function with a tensor's gradient, and go on with the one that it returns.
+
+    The hook belongs to the tensor's node of the graph. Tensor.register_hook of torch 2.13 ends the
+    process if the tensor is a view that has its gradient from a change in place of another view.
+    """
+    node, number = x.grad_fn, x.output_nr
+    if node is None:
+        x.register_hook(change)
+        return
+
+    def changed(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        grad = grads[number]
+        return grads if grad is None else (*grads[:number], change(grad), *grads[number + 1 :])
+
+    node.register_prehook(changed)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 
 import tilewise as tw
 from tilewise.compat import ring_flash_attn as rfa
@@ -345,7 +346,11 @@ def test_compiled_functions_are_the_plain_ones(name: str):
         plain = getattr(rfa, name)
         group = dist.group.WORLD
         want = plain(q, k, v, *lengths, causal=True, group=group)
-        got = torch.compile(plain, backend="eager")(q, k, v, *lengths, causal=True, group=group)
+        given = {"causal": True, "group": group, "deterministic": None}  # as axolotl passes it
+        got = torch.compile(plain, backend="eager")(q, k, v, *lengths, **given)
+        torch._dynamo.reset()
+        with pytest.raises(Unsupported, match=r"ranks agree .*fullgraph=False"):
+            torch.compile(plain, backend="eager", fullgraph=True)(q, k, v, *lengths, **given)
     finally:
         dist.destroy_process_group()
     assert torch.equal(got, want)

@@ -40,6 +40,7 @@ FEW = {
     "Trainer, evaluated first": Run("trainer", evaluates_first=True),
     "DPO": Run("dpo", "qwen2"),
     "GRPO": Run("grpo"),
+    "Reward": Run("reward", "gemma2"),
 }
 MANY = {
     **{f"SFT, packed, {m}": Run("sft", m, PACKED | NO_BALANCE) for m in (
@@ -53,7 +54,9 @@ MANY = {
     "Trainer, a loss of one's own": Run(
         "trainer", args={"gradient_accumulation_steps": 2}, own_loss=True
     ),
-    "compiled by inductor": Run("trainer", args={"torch_compile": True}),
+    "compiled by inductor": Run(
+        "trainer", args={"torch_compile": True}, changes={"num_hidden_layers": 1}
+    ),
     "compiled, evaluated first": Run(
         "trainer",
         args={"torch_compile": True, "torch_compile_backend": "aot_eager"},
@@ -192,11 +195,11 @@ def test_completions_are_counted_by_row_where_rows_were_split_after_parsing():
     assert "use_vllm (True) cannot be honoured" in str(refused_completions(args, rows))
 
 
-def test_reward_trainers_are_refused_by_name():
-    from trl.trainer.reward_trainer import RewardTrainer
+def test_trainers_that_nobody_tried_are_refused_by_name():
+    from transformers import Seq2SeqTrainer
 
     from tilewise.integrations.transformers.internals import refused_trainer
 
-    trainer = RewardTrainer.__new__(RewardTrainer)
+    trainer = Seq2SeqTrainer.__new__(Seq2SeqTrainer)
     trainer.args = None  # pyright: ignore
-    assert "RewardTrainer cannot split its rows" in str(refused_trainer(trainer))
+    assert "Seq2SeqTrainer cannot split its rows" in str(refused_trainer(trainer))

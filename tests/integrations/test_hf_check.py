@@ -49,6 +49,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 import tilewise as tw
 from tilewise.integrations import hf
+from tilewise.integrations.transformers.forward import split_forward
 from tilewise_verify.hf_shrink import NUM_TOKENS, SWITCH, shrunk
 
 N = 4
@@ -205,7 +206,10 @@ def test_results_are_kept_by_class_and_configuration():
         (BertForPreTraining, "pools this rank's rows"),
         (BertForQuestionAnswering, "loss is not its share"),
         (BertForTokenClassification, "loss is not its share"),
-        (BertForSequenceClassification, "computes from this rank's tokens"),
+        (
+            BertForSequenceClassification,
+            "computes from this rank's tokens .* put a head of your own on the model without one",
+        ),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
@@ -354,6 +358,26 @@ def test_a_model_with_a_loss_of_its_own_runs_without_labels(model_class: Any, ma
 
     for got in tw.loopback(N, on_rank):
         torch.testing.assert_close(got, want.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_answers_are_whole_where_rows_are_called_whole_and_none_is_padded():
+    torch.manual_seed(0)
+    whole = BertForQuestionAnswering(BertConfig(**BERT)).eval()
+    ids = case((0, 22)).input_ids.view(2, 11)
+    want, mask = whole(ids), torch.ones_like(ids)
+    mask[1, 9:] = 0
+
+    def on_rank(rank: int, group) -> tuple[torch.Tensor, torch.Tensor]:
+        model = copy.deepcopy(whole)
+        split_forward(model, group)
+        with pytest.raises(ValueError, match="start_logits has no values at padding"):
+            model(ids, attention_mask=mask)
+        out = model(ids)
+        return out.start_logits.detach(), out.end_logits.detach()
+
+    for start, end in tw.loopback(2, on_rank):
+        torch.testing.assert_close(start, want.start_logits.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(end, want.end_logits.detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_rows_that_are_pooled_are_refused_when_they_are_returned():

@@ -11,7 +11,8 @@ pytest.importorskip("transformers", reason="needs transformers, of the extra hf"
 pytest.importorskip("peft", reason="needs peft")
 
 import peft
-from support.hf_adapters import FITTING, REFUSED, adapted
+import torch
+from support.hf_adapters import COMMON, FITTING, REFUSED, adapted
 from support.hf_models import build, case, errors, run_split, run_whole, summed
 from transformers import TrainingArguments
 
@@ -59,6 +60,41 @@ def test_adapters_that_see_more_than_a_row_are_refused_by_name(kind: str):
     tw.loopback(2, on_rank)
 
 
+def test_an_adapter_that_adds_to_the_loss_runs_without_labels_alone():
+    """AdaLoRA, which calls the model in it past its hooks, whenever it was put around it."""
+    config = peft.AdaLoraConfig(**COMMON, total_step=10)
+    whole = peft.get_peft_model(build("llama"), config).train()
+    want = whole(GIVEN.input_ids).logits
+    want.square().sum().backward()
+    grads = {n: x.grad for n, x in whole.named_parameters() if x.grad is not None}
+
+    def on_rank(rank, group):
+        cp = tw.ContextParallel(group, num_tokens=22, mask=tw.Causal())
+        model = hf.parallelize(copy.deepcopy(whole), cp, f"tilewise_{rank}")
+        model.zero_grad()
+        logits = model(**hf.shard(cp, GIVEN.input_ids)).logits
+        logits.square().sum().backward()
+        bare = hf.parallelize(build("llama"), cp, f"late_{rank}")
+        late = peft.get_peft_model(bare, config)
+        for split in (model, late):
+            with pytest.raises(ValueError, match=r"ADALORA of PEFT .* whole loss"):
+                run_split(split, cp, GIVEN)
+        return hf.unshard(cp, logits), [dict(model.named_parameters())[n].grad for n in grads]
+
+    ranks = tw.loopback(N, on_rank)
+    torch.testing.assert_close(ranks[0][0], want, rtol=1e-5, atol=1e-5)
+    for name, *parts in zip(grads, *(found for _, found in ranks), strict=True):
+        torch.testing.assert_close(sum(parts), grads[name], rtol=1e-4, atol=1e-4)
+
+
+def test_several_kinds_of_adapters_in_a_model_run_split():
+    whole = peft.get_peft_model(build("llama"), peft.LoraConfig(**COMMON), mixed=True)
+    whole.add_adapter("other", peft.LoHaConfig(**COMMON | {"target_modules": ["o_proj"]}, r=2))
+    whole.set_adapter(["default", "other"])
+    want = run_whole(copy.deepcopy(whole.train()), GIVEN)
+    assert max(errors(split_by_hand(whole), want).values()) < 1e-5
+
+
 def test_a_model_that_gets_adapters_after_it_was_split_is_tried_when_it_runs():
     """Activated LoRA is refused then, and by hf.register, which tries no model."""
     want = run_whole(adapted("LORA"), GIVEN)
@@ -76,6 +112,24 @@ def test_a_model_that_gets_adapters_after_it_was_split_is_tried_when_it_runs():
         registered.get_base_model().set_attn_implementation(hf.register(cp, f"by_hand_{rank}"))
         with pytest.raises(ValueError, match=r"LlamaAttention has adapters of PEFT.*parallelize"):
             run_split(registered, cp, GIVEN)
+
+    tw.loopback(2, on_rank)
+
+
+def test_adapters_that_were_put_into_a_module_around_a_model_are_refused():
+    """Before the model is split and after: PEFT notes their settings on that module."""
+    message = r"LlamaForCausalLM has adapters of PEFT \(default\) .* into a module around it"
+
+    def on_rank(rank, group):
+        cp = tw.ContextParallel(group, num_tokens=22, mask=tw.Causal())
+        config = peft.LilyConfig(r=4, num_B=2, target_modules=["q_proj"])
+        holder = torch.nn.ModuleDict({"model": build("llama")})
+        late = hf.parallelize(holder["model"], cp, f"tilewise_{rank}")
+        peft.inject_adapter_in_model(config, holder)
+        with pytest.raises(ValueError, match=message):
+            run_split(late, cp, GIVEN)
+        with pytest.raises(ValueError, match=message):
+            hf.parallelize(late, cp, f"tilewise_{rank}")
 
     tw.loopback(2, on_rank)
 

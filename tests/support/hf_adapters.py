@@ -24,6 +24,9 @@ FITTING = MappingProxyType(
         "LORA of one layer": lambda: peft.LoraConfig(
             **LORA | {"target_modules": ["embed_tokens", "gate_proj"]}, layers_to_transform=[2],
         ),
+        "LORA of copied layers": lambda: peft.LoraConfig(
+            **LORA, layer_replication=[[0, 2], [1, 3]], modules_to_save=["self_attn"]
+        ),
         "VBLORA": lambda: peft.VBLoRAConfig(**COMMON, r=2, vector_length=8, num_vectors=8),
         "OFT": lambda: peft.OFTConfig(**COMMON, oft_block_size=8),
         "LOHA": lambda: peft.LoHaConfig(**COMMON, r=8),
@@ -40,9 +43,9 @@ WITH_REASONS = MappingProxyType(
             lambda: peft.LoraConfig(**LORA, alora_invocation_tokens=[7]),
             r"LORA of PEFT \(r, alora_invocation_tokens\) split over ranks is not the unsplit",
         ),
-        "ADALORA": (
-            lambda: peft.AdaLoraConfig(**COMMON, total_step=10),
-            r"ADALORA of PEFT \(total_step\) split over ranks is not .* whole loss",
+        "activated LORA of biases": (
+            lambda: peft.LoraConfig(**LORA, alora_invocation_tokens=[7]),
+            r"Qwen2ForCausalLM with LORA of PEFT .* split over ranks is not the unsplit",
         ),
         "LILY": (lambda: peft.LilyConfig(**LORA, num_B=2), "LILY of PEFT .* is not the unsplit"),
         "PVERA": (lambda: peft.PveraConfig(**LORA), "PVERA of PEFT .* draws random numbers"),
@@ -65,7 +68,8 @@ def adapted(kind: str, model: Any = None) -> Any:
     """A Llama, or another model, with an adapter in training mode whose weights matter."""
     make = FITTING[kind] if kind in FITTING else WITH_REASONS[kind][0]
     torch.manual_seed(3)
-    made = peft.get_peft_model(build("llama") if model is None else model, make())
+    name = "qwen2" if kind.endswith("biases") else "llama"
+    made = peft.get_peft_model(build(name) if model is None else model, make())
     with torch.no_grad():
         for x in made.parameters():
             if x.requires_grad:

@@ -289,6 +289,26 @@ def _kto(run: Run, model: Any, folder: str, given: Any) -> Any:
     )
 
 
+def _reward(run: Run, model: Any, folder: str, given: Any) -> Any:
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification
+    from trl.trainer.reward_config import RewardConfig
+    from trl.trainer.reward_trainer import RewardTrainer
+
+    torch.manual_seed(7)
+    model.config.num_labels = 1
+    head = AutoModelForSequenceClassification.from_config(model.config)
+    head.base_model.load_state_dict(model.base_model.state_dict())
+    data = Dataset.from_dict({"chosen": texts(seed=2), "rejected": texts(seed=3)})
+    return RewardTrainer(
+        head,
+        RewardConfig(folder, **{"max_length": 64} | given),
+        train_dataset=data,
+        eval_dataset=data.select(range(7)),
+        processing_class=tokenizer(),
+    )
+
+
 def _grpo(run: Run, model: Any, folder: str, given: Any) -> Any:
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
@@ -328,6 +348,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "sft": _sft,
     "dpo": _dpo,
     "kto": _kto,
+    "reward": _reward,
     "grpo": _grpo,
     "rloo": _rloo,
 }

@@ -95,11 +95,24 @@ def adapted(model: nn.Module) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel)
 
 
-def has_adapters(module: nn.Module) -> bool:
-    """Return whether adapters were put into a module, or it is one."""
+def names_in_layers(module: nn.Module) -> set[str]:
+    """Names of the adapters that were put into a module, or into those in it."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
-    return tuners is not None and any(
-        isinstance(x, tuners.BaseTunerLayer) for x in module.modules()
+    layers: Any = (x for x in module.modules() if tuners and isinstance(x, tuners.BaseTunerLayer))
+    return {name for layer in layers for name in layer._get_available_adapters()}
+
+
+def refused_names(model: nn.Module) -> str | None:
+    """Why a model cannot be split of whose adapters the configurations are not known; None if all
+    are. PEFT notes them on the module that it was given, which may hold the model.
+    """
+    names = sorted(names_in_layers(model) - configurations(model).keys())
+    if not names:
+        return None
+    return (
+        f"{type(model).__name__} has adapters of PEFT ({', '.join(names)}) that were put into a "
+        "module around it, so their settings are not known and they cannot be tried: put them into "
+        "the model itself, by get_peft_model or inject_adapter_in_model"
     )
 
 

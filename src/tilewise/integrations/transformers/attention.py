@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import tilewise as tw
 from tilewise.execution.validation import MOST_SEEDS
 from tilewise.integrations.seeds import agreed_seed, drawn_seed
-from tilewise.integrations.transformers.adapters import has_adapters
+from tilewise.integrations.transformers.adapters import names_in_layers
 from tilewise.integrations.transformers.documents import (
     CuSeqlens,
     checked_documents,
@@ -347,7 +347,7 @@ def _unproven(found: Any, proven: bool) -> str | None:
     """Why a model is not run whose code nobody tried; found: its configuration or attention."""
     if proven:
         return None
-    if isinstance(found, nn.Module) and has_adapters(found):
+    if isinstance(found, nn.Module) and names_in_layers(found):
         return (
             f"{type(found).__name__} has adapters of PEFT, and whether these can be split is not "
             "known; hf.parallelize(model, cp) in place of hf.register tries them first"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,13 @@ from torch import nn
 import tilewise as tw
 from tilewise import lazy
 from tilewise.arguments import checks_arguments
-from tilewise.integrations.transformers.adapters import Adapter, adapted, adapters, configurations
+from tilewise.integrations.transformers.adapters import (
+    Adapter,
+    adapted,
+    adapters,
+    configurations,
+    refused_names,
+)
 from tilewise.integrations.transformers.attention import attention_of, masks_of
 from tilewise.integrations.transformers.masks import refused_model, uses_attention_interface
 from tilewise.integrations.transformers.rope import RopeLengths
@@ -49,7 +56,8 @@ def base_model(model: nn.Module) -> Any:
             f"{config.peft_type.value} puts tokens of its own before the sequence, which the "
             "layout does not know; use adapters that change weights alone, such as LoRA"
         )
-    return base_model(model.get_base_model())  # pyright: ignore[reportCallIssue]
+    tuner: Any = model.base_model  # get_base_model is not of PeftMixedModel
+    return base_model(tuner.model)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -97,6 +105,9 @@ def check_model(model: nn.Module, *, numerical: bool = True, loss: bool = True) 
             output alone, the logits or hidden states.
     """
     model, base = uncompiled(model), base_model(model)
+    error = refused_names(model)
+    if error:
+        raise ValueError(error)
     given = {"loss_function": getattr(base, "_loss_function", None), "loss": loss}
     model_class = _class_of(base)
     for adapter in adapters(model, base) if numerical and configurations(model) else (None,):
@@ -120,10 +131,16 @@ def refuse_new_adapters(model: nn.Module, group: Any) -> None:
     """
     base = base_model(model)
     tried = {**configurations(base), **configurations(model)}
-    for called in {id(x): x for x in (model, base)}.values():
+    # AdaLoRA around a model calls base.forward, past base's hooks, but not past those in it.
+    hooks: dict[int, tuple[Any, nn.Module, Callable[..., None]]] = {
+        id(base.base_model): (base.base_model, base, _check_where_not_compiled),
+        id(base): (base, base, _check_new_adapters),
+        id(model): (model, model, _check_new_adapters),
+    }
+    for called, owner, hook in hooks.values():
         if "_tilewise_adapters" not in vars(called):  # PEFT's models have base's attributes
-            called.register_forward_pre_hook(_check_new_adapters, prepend=True)
-        called._tilewise_adapters = _Tried(_GroupOnly(group), tried)  # pyright: ignore
+            called.register_forward_pre_hook(hook, prepend=True)
+        called._tilewise_adapters = _Tried(_GroupOnly(group), tried, owner)
 
 
 class _GroupOnly(Shared):
@@ -136,8 +153,8 @@ class _GroupOnly(Shared):
 class _Tried(NotSaved):
     """The adapters of a model that were tried, by their configurations."""
 
-    def __init__(self, ranks: _GroupOnly, configs: dict[str, Any]) -> None:
-        self.ranks, self.configs = ranks, configs
+    def __init__(self, ranks: _GroupOnly, configs: dict[str, Any], model: nn.Module) -> None:
+        self.ranks, self.configs, self.model = ranks, configs, model
 
 
 @not_compiled
@@ -145,11 +162,18 @@ def _check_new_adapters(called: Any, _: Any) -> None:
     if not is_split(called):
         return
     tried: _Tried = called._tilewise_adapters
-    now = dict(configurations(called))
-    if all(tried.configs.get(name) is x for name, x in now.items()):
+    now = dict(configurations(tried.model))
+    known = all(tried.configs.get(name) is x for name, x in now.items())
+    if known and refused_names(tried.model) is None:
         return
-    settled(tw.transport.transport_for(tried.ranks.group), lambda: check_model(called))
-    called._tilewise_adapters = _Tried(tried.ranks, now)
+    settled(tw.transport.transport_for(tried.ranks.group), lambda: check_model(tried.model))
+    called._tilewise_adapters = _Tried(tried.ranks, now, tried.model)
+
+
+def _check_where_not_compiled(called: Any, args: Any) -> None:
+    """As _check_new_adapters, which would break the graph of a model within its forward pass."""
+    if not torch.compiler.is_compiling():
+        _check_new_adapters(called, args)
 
 
 def refused_loss(model: nn.Module) -> str | None:
@@ -165,9 +189,6 @@ def refused_loss(model: nn.Module) -> str | None:
             check_model(model, loss=False)
         except ValueError:
             raise error from None
-        base = base_model(model)
-        if adapted(model) and refusal(_class_of(base), base.config) is None:
-            raise  # an adapter is why, such as AdaLoRA, which adds to the loss
         return str(error)
     return None
 

@@ -83,6 +83,7 @@ ADVICE = MappingProxyType(
             "its loss needs the router's choices for all tokens; set router_aux_loss_coef=0.0 in "
             "TRL's configuration, or output_router_logits=False in the model's"
         ),
+        "pooler_output": "make the model without it: add_pooling_layer=False",
     }
 )
 
@@ -422,6 +423,13 @@ class SplitForward(Shared):
                 if x is None or call.gathers_logits:
                     return None if x is None else self._whole_logits(call, x)
                 return LateGather(lambda: self._whole_logits(call, x))
+            case "start_logits" | "end_logits":
+                if call.rows.num_tokens < call.rows.shape[0] * call.rows.shape[1]:
+                    raise ValueError(
+                        f"{name} has no values at padding, which a softmax over a row would count: "
+                        "give batches whose rows are equally long, one row at a time say"
+                    )
+                return call.rows.put(_gathered(x, call.cp))
             case "hidden_states":
                 return tuple(call.rows.put(_gathered(layer, call.cp)) for layer in x)
             case _ if name in CACHES:

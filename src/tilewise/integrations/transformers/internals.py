@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from tilewise.integrations.transformers.check import models_inside
 from tilewise.integrations.transformers.forward import split_forward, whole_logits
 
-RUN = frozenset(("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"))
+RUN = frozenset(
+    ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer")
+)
 INSTEAD = MappingProxyType(
     {
         "Seq2SeqTrainer": "models with an encoder and a decoder have cross attention; use Trainer "
         "with a decoder alone",
-        "RewardTrainer": "a reward is read from a row's last token; train it with cp_size=1, or "
-        "use DPOTrainer, which needs no reward model",
     }
 )
 OTHERWISE = "use Trainer or TRL's trainers for SFT, DPO, KTO, GRPO or RLOO, or set cp_size=1"
@@ -152,6 +152,8 @@ class SplitAccelerator:
         )
 
     def _split(self, model: nn.Module) -> None:
+        from transformers.modeling_layers import GenericForSequenceClassification
+
         inside = models_inside(model)
         if len(inside) != 1:
             names = ", ".join(type(x).__name__ for x in inside)
@@ -160,6 +162,10 @@ class SplitAccelerator:
         (split_model,) = inside
         if "SequenceClassification" in type(split_model).__name__ and not _trains(split_model):
             return  # a reward model, which runs on whole rows
+        if issubclass(type(split_model), GenericForSequenceClassification):
+            split_model = (
+                split_model.base_model
+            )  # of whose whole rows the head reads one token each
         config = self.parallelism_config  # type: ignore[attr-defined]
         if self.is_main_process and getattr(split_model, "_tilewise_rows", None) is None:  # type: ignore[attr-defined]
             logging.getLogger("tilewise").warning(

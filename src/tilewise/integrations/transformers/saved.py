@@ -82,6 +82,7 @@ def use_split_attention(base: Any, name: str) -> None:
     """Make a model's text model call the attention of a name; keep the name of the one before."""
     text = base.config.get_text_config(decoder=True)
     before = _unsplit(base, text._attn_implementation)
+    _share_config(base, text)
     REGISTERED.names.add(name)
     sub_configs = getattr(base.config, "sub_configs", ())
     only = {key: name for key in sub_configs if getattr(base.config, key) is text}
@@ -91,6 +92,19 @@ def use_split_attention(base: Any, name: str) -> None:
     for config in _configurations(base):
         if config._attn_implementation == name:
             config._attn_implementation_internal = split_name
+
+
+def _share_config(base: nn.Module, text: Any) -> None:
+    """Give layers that were copied with their configuration (PEFT's layer_replication, and
+    modules_to_save) the one of their model, which set_attn_implementation of transformers changes.
+    """
+    from transformers import PreTrainedModel
+
+    of_models = {id(x.config) for x in base.modules() if isinstance(x, PreTrainedModel)}
+    for module in base.modules():
+        config = getattr(module, "config", None)
+        if type(config) is type(text) and id(config) not in of_models:
+            module.config = text
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class Options(NamedTuple):
     causal: bool
     window_size: tuple[int, int]
     alibi_slopes: Tensor | None
-    deterministic: bool
+    deterministic: bool | None
     return_attn_probs: bool
     group: tw.transport.Group
     softcap: float | None = None
@@ -73,7 +73,8 @@ class PackedRow(NamedTuple):
 
 def outside_graphs(function: Function) -> Function:
     """Keep a function out of compiled graphs: they cannot hold what ranks agree on in a call."""
-    uncompiled: Any = torch.compiler.disable(function)
+    reason = "ranks agree on a call when it is made: compile with fullgraph=False"
+    uncompiled: Any = torch.compiler.disable(function, reason=reason)
     return uncompiled
 
 

@@ -74,7 +74,7 @@ def _of_batches(name: str, layout: Callable[[int, int], tw.Layout]) -> Function:
         causal: bool = False,
         window_size: WindowSize = (-1, -1),
         alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
+        deterministic: bool | None = False,
         return_attn_probs: bool = False,
         group: tw.transport.Group = None,
     ) -> Result:
@@ -97,7 +97,7 @@ def _of_documents(name: str, *, halves: bool) -> Function:
         causal: bool = False,
         window_size: WindowSize = (-1, -1),
         alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
+        deterministic: bool | None = False,
         return_attn_probs: bool = False,
         group: tw.transport.Group = None,
     ) -> Result:
@@ -127,7 +127,7 @@ def llama3_flash_attn_varlen_func(  # noqa: PLR0913 - theirs
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = False,
     return_attn_probs: bool = False,
     group: tw.transport.Group = None,
 ) -> Result:
