@@ -26,8 +26,8 @@ Tables = dict[str, list[Record]]
 
 def lines_of(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """A table in Markdown."""
-    cells = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(map(str, row)) + " |" for row in cells]
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in (header, *rows)]
+    return [lines[0], "|---" * len(header) + "|", *lines[1:]]
 
 
 def grid(
@@ -180,6 +180,8 @@ def _claims(tables: Tables) -> list[str]:
     rows = []
     for claim in (row for row in tables["papers"] if row["kind"] == "claim"):
         unit, by_bytes = claim["unit"], claim["by_bytes"]
+        if unit == "%" and claim["claimed"] is None:  # no paper says so
+            continue
         rows.append([
             f"{claim['paper'].partition(':')[0]}: {claim['what']}", claim["where"],
             "wins" if claim["claimed"] is None else _percent(claim["claimed"], unit),

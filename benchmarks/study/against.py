@@ -46,13 +46,16 @@ def control_of(n: int, machine: Machine) -> tw.Plan:
     return tw.double_ring(n // inside, inside)
 
 
-def every_method(n: int, work: tw.Workload, node: int) -> dict[str, tw.Plan | str]:
+def every_method(
+    n: int, work: tw.Workload, node: int, node_size: int | None = None
+) -> dict[str, tw.Plan | str]:
     """All methods on n devices: their plans, or why there is none.
 
     Args:
         node: devices of a node, which split heads and are the inner ring of a double ring.
+        node_size: of the machine, for gathers in stages, if it is another number.
     """
-    made = methods(n, work, node)
+    made = methods(n, work, node, node_size)
     return {
         name: made[name]() if name in made else f"none: {_absence(name, n, work, node)}"
         for name in METHODS

@@ -357,7 +357,8 @@ def _step(
     parameters = 12 * (heads * head_dim) ** 2 * layers + heads * head_dim * VOCABULARY
     speed = machine.kernel(work.dtype, False, 128).speed(LARGE_TILE, LARGE_TILE)
     linear = 6 * parameters * tokens / n / speed
-    every = every_method(n, work, machine.node_size if machine.node_size > 1 else near_square(n)[1])
+    inside = machine.node_size if machine.node_size > 1 else near_square(n)[1]
+    every = every_method(n, work, inside, machine.node_size)
     attention = {
         name: layers * tw.simulate(plan, work, machine, exact=False).seconds
         for name, plan in every.items()

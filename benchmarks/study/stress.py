@@ -179,6 +179,6 @@ def _claimed(
         yield (title, stated, name, waits, other, 0.0)
         return
     one = run(tw.attention2d(8, 8), "striped") if base is not machine else run(tw.mesh(n, 8))
-    gathered = run(tw.all_gather(n))
+    gathered = run(staged_all_gather(n, base.node_size))
     found = {"ring": ring, "double_ring": control, "all_gather": gathered, "claimed": one}
     yield (title, stated, name, *gains({x: y.seconds for x, y in found.items()})["claimed"])

@@ -234,23 +234,6 @@ def test_the_page_says_what_a_ring_keeps_with_the_benchmarks_heads(
     assert numbers_after("studies.md", "of `--seed 0` to `4`") == [round(x) for x in spread]
 
 
-@pytest.mark.slow
-def test_the_page_shows_the_models_steps():
-    (table,) = simulated.model(USUAL, MACHINE)
-    found = {
-        (row["machine"], row["strategy"], row["model"], row["tokens"]): row["over ring"]
-        for row in records(table)
-    }
-    for name, *cells in table_of("studies.md", "| 760M: 8K |").rows:
-        machine, strategy = name.split(", ")
-        strategy = {"overlapped": "attention2d_overlap"}.get(strategy, strategy)
-        cases = [
-            (model, tokens) for model in ("760M", "2.7B", "13B") for tokens in (1 << 13, 1 << 17)
-        ]
-        for cell, case in zip(cells, cases, strict=True):
-            assert shows(cell, found[machine, strategy, *case]), (name, case)
-
-
 def test_tables_go_to_a_file_and_to_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(simulated, "TILE_SHAPES", ((2, 2),))
     path, page = tmp_path / "studies.json", tmp_path / "studies.html"
@@ -412,16 +395,6 @@ def test_the_page_counts_what_the_map_gains():
     assert numbers_after("choosing.md", "Inside a node of") == [8, 32, 32, sum(split)]
 
 
-@pytest.mark.slow
-def test_the_page_shows_the_controls():
-    (table,) = controls(USUAL, MACHINE)
-    rows = records(table)
-    for place, (_, *cells) in enumerate(table_of("studies.md", "8, 8 NICs, 256k").rows):
-        for number, cell in enumerate(cells):
-            row = rows[6 * number + place]
-            assert shows(cell, row["over ring"], row["of which bytes"]), row
-
-
 def test_the_pages_show_the_rows_of_the_lab():
     rows = contexts.read_rows(contexts.ROWS.parent / "network_hybrids.jsonl")
     found = {(row["contender"], row["pass"]): row for row in rows}
@@ -451,26 +424,6 @@ def test_disturbed_methods_take_longer_and_a_ring_hides_a_slow_rank(
         assert row["strategy"] != "ring" or row["over ring, jitter"] == 1
     found = {row["assumption"]: row["found"] for row in records(claims)}
     assert found["links at a tenth"] > found["links at half speed"] > found["as described"]
-
-
-@pytest.mark.slow
-def test_the_page_shows_what_is_disturbed():
-    table, claims = stress.stress(USUAL, MACHINE)
-    lines = table_of("studies.md", "| a slow rank |").rows
-    for row, (name, over, *cells) in zip(records(table), lines, strict=True):
-        assert name == row["strategy"] and shows(over, row["over ring"])
-        figures = [
-            row[x]
-            for y in ("a slow rank", "jitter", "short messages")
-            for x in (y, f"over ring, {y}")
-        ]
-        assert all(shows(cell, x) for cell, x in zip(cells, figures, strict=True)), row
-    found = {(row["claim"], row["assumption"]): row for row in records(claims)}
-    for name, *cells in table_of("studies.md", "| ours (a double ring; of which bytes) |").rows:
-        for cell, (claim, *_) in zip(cells, stress.CLAIMS, strict=True):
-            row = found.get((claim, name))
-            names = "found", "of which topology", "of which bytes"
-            assert shows(cell, *(row[x] for x in names)) if row else not cell
 
 
 def test_a_study_that_was_stopped_goes_on(tmp_path: Path):

@@ -134,21 +134,25 @@ def _members(name: str, work: tw.Workload, machine: tw.Machine, n: int) -> Itera
     yield from (plan_makers[method]() for method in FAMILIES[name] if method in plan_makers)
 
 
-def methods(n: int, work: tw.Workload, ring_size: int) -> dict[str, Callable[[], tw.Plan]]:
+def methods(
+    n: int, work: tw.Workload, ring_size: int, node_size: int | None = None
+) -> dict[str, Callable[[], tw.Plan]]:
     """The strategies of the papers on n devices, made when called.
 
     Args:
         ring_size: the largest degree of a hybrid: a node's devices, as heads are split inside it.
+        node_size: to each node of so many devices a gather sends a shard once. None: ring_size.
     """
+    node_size = ring_size if node_size is None else node_size
     square, allowed = near_square(n), degrees(n, work.num_heads, work.num_kv_heads)
     plan_makers: dict[str, Callable[[], tw.Plan]] = {
         "ring": lambda: tw.ring(n),
-        "all_gather": lambda: staged_all_gather(n, ring_size),
+        "all_gather": lambda: staged_all_gather(n, node_size),
     }
     if n > ring_size and n % ring_size == 0:
         plan_makers["double_ring"] = lambda: tw.double_ring(n // ring_size, ring_size)
     plan_makers["mesh"] = lambda: tw.mesh(n)
-    plan_makers["attention2d"] = lambda: staged_attention2d(n, ring_size)
+    plan_makers["attention2d"] = lambda: staged_attention2d(n, node_size)
     plan_makers["attention2d_overlap"] = lambda: tw.attention2d(*square, overlap=True)
     if n in allowed:
         plan_makers["ulysses"] = lambda: tw.ulysses(n)
