@@ -18,7 +18,7 @@ from torch import nn
 from tilewise.transport.loopback import loopback
 from tilewise.transport.processes import RankError, RankFailure, gather_yields
 from tilewise_verify import by_value
-from tilewise_verify.records import ModelRun, Record, copied, run_model
+from tilewise_verify.records import ModelRun, Record, copied, forget_runs, run_model
 
 Split = Callable[[nn.Module, Mapping[str, Any], int, Any], Any]
 BACKENDS = ("gloo", "loopback", "torchrun")
@@ -163,6 +163,7 @@ class RankRunner:
         thread.join(max(self.seconds_left, 1.0))
         if not box:
             abandoned.set()
+            forget_runs(threads.values())
             late_failures = [_late(rank, thread) for rank, thread in threads.items()]
             return late_failures or [RankFailure(-1, "late", "")]
         (answer,) = box

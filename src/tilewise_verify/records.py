@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import (
+    _global_forward_hooks,
     _global_forward_hooks_with_kwargs,
     register_module_forward_hook,
 )
@@ -164,6 +165,19 @@ def run_model(model: nn.Module, call: Callable[[], Any], job: ModelRun) -> Recor
     grads = {name: x.grad for name, x in model.named_parameters()}
     record.parameters = {name: _kept(grad) for name, grad in grads.items() if grad is not None}
     return record
+
+
+def forget_runs(threads: Collection[int]) -> None:
+    """Remove the hooks of runs that never end: torch.compile takes no process with such hooks.
+
+    Args:
+        threads: identifiers of the threads in which they run.
+    """
+    for key, hook in list(_global_forward_hooks.items()):
+        recorder = getattr(hook, "__self__", None)
+        if isinstance(recorder, _Recorder) and recorder.thread in threads:
+            _global_forward_hooks.pop(key, None)
+            _global_forward_hooks_with_kwargs.pop(key, None)
 
 
 def _loss_of(result: Any) -> Tensor | None:

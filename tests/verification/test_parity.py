@@ -191,6 +191,8 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(backend, timeout):
     report = tw.parity(*made(), hanging, timeout=timeout, backend=backend)
     assert not report.equal and "rank 2 gave no answer in time" in str(report)
     assert backend == "gloo" or "rank 1" not in str(report)
+    compiled: Any = torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager")
+    assert compiled(torch.ones(1, 2)).shape == (1, 2)  # though the rank hangs on in this process
 
 
 def test_ranks_that_are_late_leave_the_seed_of_the_process_alone():

@@ -159,13 +159,12 @@ class SplitAccelerator:
             names = ", ".join(type(x).__name__ for x in inside)
             self._says_unsplit(model, f"it holds {names}" if inside else "it holds none")
             return
-        (split_model,) = inside
+        split_model: Any = inside[0]
         if "SequenceClassification" in type(split_model).__name__ and not _trains(split_model):
             return  # a reward model, which runs on whole rows
-        if issubclass(type(split_model), GenericForSequenceClassification):
-            split_model = (
-                split_model.base_model
-            )  # of whose whole rows the head reads one token each
+        reads_last_token = isinstance(inside[0], GenericForSequenceClassification)
+        if reads_last_token:  # the head gets whole rows
+            split_model = split_model.base_model
         config = self.parallelism_config  # type: ignore[attr-defined]
         if self.is_main_process and getattr(split_model, "_tilewise_rows", None) is None:  # type: ignore[attr-defined]
             logging.getLogger("tilewise").warning(
