@@ -13,7 +13,7 @@ from paper_times import COMMON, K, again, best, double_ring, over_sizes, run, si
 
 import tilewise as tw
 from tilewise.planning import Candidate
-from tilewise.strategies.staged import staged_all_gather, staged_attention2d
+from tilewise.planning.staged import staged_all_gather, staged_attention2d
 
 N = 64
 TOKENS = (4 * K, 16 * K, 64 * K, 256 * K)

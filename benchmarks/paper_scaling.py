@@ -12,7 +12,7 @@ from paper_claims import Claim, Paper, Row
 from paper_times import COMMON, K, best, run
 
 import tilewise as tw
-from tilewise.strategies.staged import staged_all_gather
+from tilewise.planning.staged import staged_all_gather
 
 RANKS = (8, 16, 32, 64, 96)
 TOKENS_PER_RANK = 8 * K

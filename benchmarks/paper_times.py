@@ -15,10 +15,10 @@ from paper_claims import Claim, Paper, Row
 
 import tilewise as tw
 from tilewise.planning import Candidate
+from tilewise.planning.staged import staged_all_gather
 from tilewise.simulation import Simulation
 from tilewise.strategies.catalog import near_square, tile_sizes
 from tilewise.strategies.mesh_schedules.greedy import least_held
-from tilewise.strategies.staged import staged_all_gather
 
 K = 1 << 10
 MESH_TOKENS = (256 * K, 512 * K, 1024 * K, 2048 * K)

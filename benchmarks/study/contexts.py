@@ -20,9 +20,9 @@ import tilewise as tw
 from benchmarks.study.parts import appended, read_rows
 from benchmarks.study.table import Chart, StudyTable, Value
 from tilewise.masks.lengths import corpus_for
+from tilewise.planning.staged import staged_all_gather
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.catalog import near_square
-from tilewise.strategies.staged import staged_all_gather
 from tilewise.strategies.tiled import tiled_layout
 from tilewise_tools.cli.output import counted, print_error
 from tilewise_tools.report.words import short

@@ -9,11 +9,11 @@ import tilewise as tw
 from benchmarks.study.against import EXPLAINED, UNITS, control_of, gains
 from benchmarks.study.parts import RowsOf, at_once
 from benchmarks.study.table import Row, StudyTable
+from tilewise.planning.staged import staged_all_gather
 from tilewise.simulation import Simulation
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.catalog import degrees, near_square, tile_sizes
 from tilewise.strategies.mesh_schedules.greedy import least_held
-from tilewise.strategies.staged import staged_all_gather
 from tilewise_tools.report.bench_charts import waiting_bars
 from tilewise_tools.report.page import Figure
 from tilewise_tools.report.words import count, short

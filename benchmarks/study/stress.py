@@ -8,6 +8,7 @@ import tilewise as tw
 from benchmarks.study.against import EXPLAINED, UNITS, control_of, every_method, gains
 from benchmarks.study.parts import RowsOf, at_once
 from benchmarks.study.table import Row, StudyTable, bar_chart
+from tilewise.planning.staged import staged_all_gather
 from tilewise.simulation import Simulation
 from tilewise.simulation.machine import Machine
 from tilewise_tools.report.page import Figure

@@ -14,10 +14,10 @@ import tilewise as tw
 from benchmarks.study.parts import appended, read_rows
 from benchmarks.study.table import StudyTable, Value
 from tilewise.layouts.balanced import default_layout
+from tilewise.planning.staged import staged_all_gather
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.catalog import degrees, near_square, tile_sizes
 from tilewise.strategies.mesh_schedules.greedy import least_held
-from tilewise.strategies.staged import staged_all_gather
 from tilewise.strategies.tiled import tiled_layout
 from tilewise_tools.cli.output import counted
 from tilewise_tools.mask_report.figures import LAYOUTS

@@ -22,12 +22,12 @@ from tilewise.planning.candidate import Candidate
 from tilewise.planning.model_attention import ModelAttention
 from tilewise.planning.reasons import TIE, reason
 from tilewise.planning.search import search
+from tilewise.planning.staged import staged_all_gather
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS
 from tilewise.simulation.simulator import Simulation, simulate
 from tilewise.strategies.catalog import divisors
 from tilewise.strategies.ring import ring
-from tilewise.strategies.staged import staged_all_gather
 from tilewise.strategies.ulysses import ulysses
 from tilewise.workload import LAYOUTS, Workload
 

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import tilewise as tw
+from tilewise.planning.staged import staged_all_gather, staged_attention2d
 from tilewise.simulation.simulator import Simulation, simulate
 from tilewise.strategies.catalog import degrees, near_square
-from tilewise.strategies.staged import staged_all_gather, staged_attention2d
 
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
