@@ -124,6 +124,28 @@ def _video(tables: Tables) -> list[str]:
     )
 
 
+def _wan(tables: Tables) -> list[str]:
+    header = ["GPUs", "split", "published, s", "simulated, s", "published over simulated",
+              "published efficiency", "simulated"]  # fmt: skip
+    rows = [
+        [row["GPUs"], row["split"], f"{row['published']:.2f}", f"{row['simulated']:.1f}",
+         f"{row['published over simulated']:.2f}", f"{row['efficiency, published']:.0f} %",
+         f"{row['efficiency, simulated']:.0f} %"]
+        for row in tables["published"]
+    ]  # fmt: skip
+    return lines_of(header, rows)
+
+
+def _behind(tables: Tables) -> list[str]:
+    return grid(
+        tables["behind"],
+        lambda row: f"{row['GPUs']} GPUs, {row['split']}, published {row['published']:.2f}",
+        lambda row: row["links"],
+        lambda row: f"{row['ring over attention2d']:.2f} ({row['ring over mesh']:.2f})",
+        "ring over attention2d (over mesh)",
+    )
+
+
 def _published(tables: Tables) -> list[str]:
     def cell(row: Record) -> str:
         return f"{row['published']:.0f} / {row['simulated']:.0f} ({row['off']:+.0f} %)"
@@ -252,6 +274,8 @@ TABLES = MappingProxyType(
         "stress": DocsTable("studies.md", "stress", _stress),
         "stress_claims": DocsTable("studies.md", "stress", _stress_claims),
         "video": DocsTable("studies.md", "video", _video),
+        "wan": DocsTable("studies.md", "video", _wan),
+        "behind": DocsTable("studies.md", "video", _behind),
         "published": DocsTable("simulator.md", "published", _published),
         "published_orders": DocsTable("simulator.md", "published", _orders),
         "published_kernels": DocsTable("simulator.md", "published", _kernels),
