@@ -315,7 +315,7 @@ def replaced(page: str, name: str, lines: Sequence[str]) -> str:
     return before + begin + "\n" + "\n".join(lines) + "\n\n" + end + rest.partition(end)[2]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default=",".join(TABLES), help=f"some of {', '.join(TABLES)}")
     parser.add_argument(
@@ -323,7 +323,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=Path, help="a file of rows that --keep wrote")
     parser.add_argument("--keep", type=Path, help="write the rows here too")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     names = options.only.split(",")
     if unknown := [name for name in names if name not in TABLES]:
         parser.error(f"table {unknown[0]!r} is not known; take some of {', '.join(TABLES)}")

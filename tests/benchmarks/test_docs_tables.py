@@ -1,13 +1,11 @@
 """The tables that one command writes into the pages."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.docs_tables import ROOT, TABLES, grid, lines_of, replaced, rows_of
+from benchmarks.docs_tables import ROOT, TABLES, grid, lines_of, main, replaced, rows_of
 
 
 def test_every_table_has_its_place_on_a_page():
@@ -35,21 +33,22 @@ def test_a_grid_leaves_places_without_a_record_empty():
     assert lines == ["| xy | 1 | 2 |", "|---|---|---|", "| a | 5 |  |", "| b |  | 6 |"]
 
 
-def test_an_old_page_is_named_and_an_unknown_table_refused(tmp_path: Path):
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "benchmarks.docs_tables", *words]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def test_an_old_page_is_named_and_an_unknown_table_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def run(*words: str) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        said = capsys.readouterr()
+        return end.value.code, said.out + said.err
 
-    done = run("--only", "claim")
-    assert (
-        done.returncode == 2 and "table 'claim' is not known; take some of controls" in done.stderr
-    )
+    status, said = run("--only", "claim")
+    assert status == 2 and "table 'claim' is not known; take some of controls" in said
     rows = tmp_path / "rows.json"
     rows.write_text(json.dumps({"measured": []}))
-    done = run("--only", "measured", "--check", "--rows", str(rows))
-    assert done.returncode == 1 and done.stdout == "papers.md: measured\n"
-    done = run("--only", "measured", "--check")
-    assert done.returncode == 0 and "those of the commands" in done.stdout
+    wanted = 1, "papers.md: measured\n"
+    assert run("--only", "measured", "--check", "--rows", str(rows)) == wanted
+    assert run("--only", "measured", "--check") == (0, "all tables are those of the commands\n")
 
 
 @pytest.mark.slow
