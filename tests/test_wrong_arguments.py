@@ -42,6 +42,7 @@ def refused(called: Called, argument: str, value: str) -> str | None:
     began = time.process_time()
     try:
         called.run({argument: given})
+        return None  # a right argument may take long: a million tokens' blocks are drawn
     except ValueError as error:
         letters = len(str(error)) - (len(given) if isinstance(given, str) else 0)
         if letters > MOST_LETTERS or FOREIGN.search(str(error)):

@@ -118,7 +118,7 @@ def verbs(draw: st.DrawFn, like: Verb | None = None) -> Verb:
     options = options_of(draw, name, layout, batch)
     drawn = Verb(name, layout, batch, dtype, sizes, options)
     if like is None:
-        return drawn
+        return _one_number(drawn)
     # one to three arguments are others
     keep = draw(st.sets(st.sampled_from(("batch", "dtype", "sizes")), min_size=1))
     drawn = drawn._replace(**{field: getattr(like, field) for field in keep})
@@ -127,7 +127,13 @@ def verbs(draw: st.DrawFn, like: Verb | None = None) -> Verb:
     merged = {**options, **{key: like.options[key] for key in kept | same}}
     if merged.get("dim") is not None:
         merged["dim"] = drawn.dim
-    return drawn._replace(options=merged)
+    return _one_number(drawn._replace(options=merged))
+
+
+def _one_number(verb: Verb) -> Verb:
+    """The verb, without a matrix where a state is one number."""
+    is_matrix = verb.options.get("matrix") and not verb.sizes
+    return verb._replace(options={**verb.options, "matrix": False}) if is_matrix else verb
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:

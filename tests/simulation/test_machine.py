@@ -229,7 +229,9 @@ def test_speeds_are_those_of_the_table_and_grow_between_them():
 def test_half_precisions_stand_in_for_each_other_and_others_do_not():
     machine = Machine("x", 1, Link(1.0), Link(1.0), (grid(dtype="float16"),))
     assert machine.kernel("bfloat16", False).dtype == "float16"
-    with pytest.raises(ValueError, match="no forward kernel speeds for float64, only for float16"):
+    with pytest.raises(
+        ValueError, match="no forward kernel speeds for 'float64', only for float16"
+    ):
         machine.kernel("float64", False)
     with pytest.raises(ValueError, match="no backward kernel speeds"):
         machine.kernel("float16", True)

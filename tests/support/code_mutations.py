@@ -91,22 +91,24 @@ def no_post(code: Code, random: Random, departs: Departures) -> Code | None:
     return None if number is None else without(code, number)
 
 
+def is_used(code: Code, number: int) -> bool:
+    """Return whether an operation writes rows that a later one reads, or that the caller gets."""
+    made = [ref for ref in written_by(code, number) if 0 not in code.shape(ref)]
+    later = (read_by(code, x) for x in range(number + 1, len(code.ops)))
+    is_read = buffers_of(code, made) & buffers_of(code, chain.from_iterable(later))
+    return bool(is_read) or any(code.home(ref) is Home.GIVEN for ref in made)
+
+
 def no_copy(code: Code, random: Random, departs: Departures) -> Code | None:
-    copies = ops_of(code, Copy, Encode, Decode)  # of no rows a copy does nothing
-    copies = [x for x in copies if any(0 not in code.shape(ref) for ref in written_by(code, x))]
+    """Of rows that something reads: a shard may come for other heads than this rank's."""
+    copies = [x for x in ops_of(code, Copy, Encode, Decode) if is_used(code, x)]
     number = any_of(random, copies)
     return None if number is None else without(code, number)
 
 
 def not_computed(code: Code, random: Random, departs: Departures) -> Code | None:
     """Delta, keys and values of latents, their gradient, or a sum of heads, which others read."""
-    found = []
-    for number in ops_of(code, ComputeDelta, Expand, Pull, SumHeads):
-        made = [ref for ref in written_by(code, number) if 0 not in code.shape(ref)]
-        later = (read_by(code, x) for x in range(number + 1, len(code.ops)))
-        is_read = buffers_of(code, made) & buffers_of(code, chain.from_iterable(later))
-        if is_read or any(code.home(ref) is Home.GIVEN for ref in made):
-            found.append(number)
+    found = [x for x in ops_of(code, ComputeDelta, Expand, Pull, SumHeads) if is_used(code, x)]
     number = any_of(random, found)
     return None if number is None else without(code, number)
 

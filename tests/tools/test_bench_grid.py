@@ -319,7 +319,7 @@ def test_the_mesh_contenders_never_send_more_than_the_best_of_their_tiles(
     ("ulysses_mesh", 64, 8, "ulysses(8, inner=mesh(8, q_tile=4))"),
     ("hierarchical", 8, 0, "hierarchical(mesh(4, q_tile=2), ring(2))"),
     ("hierarchical", 16, 4, "hierarchical(mesh(4, q_tile=2), ring(4))"),
-    ("hierarchical", 64, 8, "hierarchical(mesh(8), ring(8))"),
+    ("hierarchical", 64, 8, "hierarchical(mesh(8, q_tile=2), ring(8))"),
 ])  # fmt: skip
 def test_named_hybrids_are_the_papers_plans(name: str, n: int, node: int, plan: str):
     found = Strategy(name).planned(on(n, node)).plan

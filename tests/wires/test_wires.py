@@ -77,7 +77,7 @@ def test_wire_dtype_is_short_for_a_plain_wire():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"wire": NARROW, "wire_dtype": "float32"}, r"wire_dtype \(float32\) is short for wire="),
+        ({"wire": NARROW, "wire_dtype": "float32"}, r"wire_dtype \('float32'\) is short for wire="),
         ({"wire": "float32"}, r"wire \('float32'\) must be a wire, such as tw.wire.Plain"),
         ({"wire": tw.wire.Plain}, r"must be a wire, such as"),
     ],

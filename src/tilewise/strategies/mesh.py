@@ -8,8 +8,7 @@ Source: Mesh-Attention (arXiv 2512.20968): assignment matrix, local Q-KV propert
 directions, greedy schedules. Departs from it: the owner's own partial never travels.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import get_args
 
@@ -98,13 +97,9 @@ def mesh(
     free = schedule == "gather"
     tuning = order = None
     if given is None and (weighs_bytes or q_tile is None):
-        same = functools.partial(mesh, n, q_tile, schedule, backward=backward, held=held)
-        tuning = HeadTuning(_for_heads, (same,), MHA)
+        tuning = HeadTuning(_for_heads, (n, q_tile, schedule, (backward, held)), MHA)
     if weighs_bytes and not backward:
-        in_backward = functools.partial(
-            mesh, n, a, schedule, kv_bytes=given, backward=True, held=held
-        )
-        order = BackwardOrder(in_backward, ())
+        order = BackwardOrder(_in_backward, (n, a, schedule, given, held))
     return Plan(
         f"mesh({n}, q_tile={a}, schedule={schedule!r}{suffix})",
         n,
@@ -143,8 +138,22 @@ def least_tile(world_size: int, kv_bytes: float, backward: bool = False) -> int:
     return min(divisors(world_size), key=sent_bytes)
 
 
-def _for_heads(make: Callable[..., Plan], num_heads: int, num_kv_heads: int) -> Plan:
-    return make(kv_bytes=2 * num_kv_heads / num_heads)
+def _for_heads(
+    n: int,
+    q_tile: int | None,
+    schedule: Schedule | float,
+    order: tuple[bool, int | None],
+    num_heads: int,
+    num_kv_heads: int,
+) -> Plan:
+    (backward, held), kv_bytes = order, 2 * num_kv_heads / num_heads
+    return mesh(n, q_tile, schedule, kv_bytes=kv_bytes, backward=backward, held=held)
+
+
+def _in_backward(
+    n: int, q_tile: int, schedule: Schedule | float, kv_bytes: float | None, held: int | None
+) -> Plan:
+    return mesh(n, q_tile, schedule, kv_bytes=kv_bytes, backward=True, held=held)
 
 
 def _check_held(held: int, shape: tuple[int, int], schedule: Schedule | float) -> None:
