@@ -92,7 +92,8 @@ def _meshes(a: int, b: int, kv_bytes: float | None) -> Iterator[Variant]:
     thin, make = 1 in (a, b), partial(mesh, a * b, a, kv_bytes=kv_bytes)
     shape = Shape(a, b, ((a, 1), (1, b)))  # a call reads what one arrival makes possible
     for schedule in SCHEDULES:
-        variant = Variant("mesh", partial(make, schedule=schedule), shape, schedule)
+        make_ordered = partial(make, schedule=schedule)
+        variant = Variant("mesh", make_ordered, shape, schedule)
         if schedule == "gather":
             gathered = Shape(a, b, ((a, b),), at_once=True)
             yield variant._replace(shape=gathered, degenerate=thin and a == 1)
@@ -104,10 +105,10 @@ def _meshes(a: int, b: int, kv_bytes: float | None) -> Iterator[Variant]:
         further = variant._replace(further=True)
         first = further if schedule == "eager" else variant
         if kv_bytes is not None:
-            yield first._replace(make=partial(first.make, kv_bytes=MHA))
+            yield first._replace(make=partial(make_ordered, kv_bytes=MHA))
             first = further
         yield first
-        yield further._replace(make=partial(further.make, backward=True), keeps=True)
+        yield further._replace(make=partial(make_ordered, backward=True), keeps=True)
     if not thin:
         make_held = partial(make, held=least_held(a, b))
         yield Variant("mesh", make_held, shape, "held")
