@@ -67,7 +67,7 @@ query_heads_permuted | permuted_heads | {{permuted_heads}}
 key_positions_lost | local_keys | {{local_keys}}
 positions_wrong | wrong_positions | {{wrong_positions}}
 order_sensitive_layer | mixes_rows other_rows | {{mixes_rows}}
-borders_invented | invented | {{invented}}
+borders_invented | invented !other_rows | {{invented}}
 state_restarts | restarts | {{restarts}}
 documents_ignored | passes_borders | {{passes_borders}}
 halo_missing | no_halo | {{no_halo}}
