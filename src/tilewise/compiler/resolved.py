@@ -104,7 +104,9 @@ def resolve_passes(
     """
     forward = _resolved(call, plan)
     gathered = saving(forward.plan, call.save) == "gathered"
-    backward = _resolved(call, backward_plan or plan, own_order=not gathered)
+    backward = forward
+    if backward_plan is not None or not (gathered or forward.plan.traits.backward_order is None):
+        backward = _resolved(call, backward_plan or plan, own_order=not gathered)
     if backward.plan.replicated_queries != forward.plan.replicated_queries:
         every, own = sorted((forward, backward), key=lambda one: not one.plan.replicated_queries)
         raise ValueError(
