@@ -220,24 +220,25 @@ def _rows_of(tables: Tables, paper: str) -> Iterator[Record]:
             yield row
 
 
-def _times(tables: Tables) -> list[str]:
-    header = ["times faster than a ring of 256", "", "256K", "512K", "1M", "2M", "mean"]
-    rows, last = [], ""
-    for row in _rows_of(tables, "Mesh-Attention: time"):
+def _by_length(tables: Tables, paper: str, header: Sequence[str]) -> list[str]:
+    """A paper's rows by length, in the columns that the header names from its third on."""
+    rows: list[list[str]] = []
+    last = ""
+    for row in _rows_of(tables, paper):
         figures = [f"{row['figures'][name]:.1f}" for name in header[2:]]
         rows.append(["" if row["machine"] == last else row["machine"], row["plan"], *figures])
         last = row["machine"]
     return lines_of(header, rows)
+
+
+def _times(tables: Tables) -> list[str]:
+    header = ["times faster than a ring of 256", "", "256K", "512K", "1M", "2M", "mean"]
+    return _by_length(tables, "Mesh-Attention: time", header)
 
 
 def _grids(tables: Tables) -> list[str]:
     header = ["times faster than a ring of 64", "", "4K", "16K", "64K", "256K"]
-    rows, last = [], ""
-    for row in _rows_of(tables, "ATTENTION2D"):
-        figures = [f"{row['figures'][name]:.1f}" for name in header[2:]]
-        rows.append(["" if row["machine"] == last else row["machine"], row["plan"], *figures])
-        last = row["machine"]
-    return lines_of(header, rows)
+    return _by_length(tables, "ATTENTION2D", header)
 
 
 def _scaling(tables: Tables) -> list[str]:
