@@ -341,11 +341,12 @@ def whole_numbers(name: str, values: Any) -> NDArray[np.int64]:
     raise ValueError(f"{name} ({brief(values)}) must be a list of whole numbers") from None
 
 
-def as_array(name: str, values: Any, dims: int = 1) -> NDArray[Any]:
+def as_array(name: str, values: Any, dims: int = 1, most: int = MOST_IN_ARRAY) -> NDArray[Any]:
     """Return numpy's array of a list, array or tensor on any device. Its numbers are counted first.
 
     Args:
         dims: how deep lists may be nested.
+        most: entries that an array or tensor may have.
     Raises:
         TypeError: if it is no array.
         ValueError: as counted.
@@ -356,7 +357,7 @@ def as_array(name: str, values: Any, dims: int = 1) -> NDArray[Any]:
         shape = getattr(values, "shape", ())
     except RuntimeError as error:  # of a nested tensor
         raise TypeError(str(error)) from None
-    check_count(name, values, math.prod(x for x in shape if type(x) is int), MOST_IN_ARRAY)
+    check_count(name, values, math.prod(x for x in shape if type(x) is int), most)
     try:
         return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
     except (ValueError, RuntimeError) as error:  # rows of other lengths; a tensor without numbers

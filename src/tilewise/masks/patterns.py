@@ -18,7 +18,7 @@ from tilewise.arguments import (
 from tilewise.masks import lengths
 from tilewise.masks.base import Causal, Document, Full, Mask, Window, as_ints
 from tilewise.masks.strips import LIMIT
-from tilewise.masks.tables import Blocks, PerHead, Slices, bool_table
+from tilewise.masks.tables import MOST_CELLS, Blocks, PerHead, Slices, bool_table
 
 BLOCK_MEAN = 576
 """Tokens of a variable block, of the benchmark's 128 to 1024."""
@@ -91,7 +91,7 @@ DENSITIES = (0.1, 0.2, 0.5, 0.8, 1.0)  # shares of key blocks that the benchmark
 
 MOST_HEADS = 1 << 12  # of which each has a table of its own
 MOST_PIECES = 1 << 20  # chunks or blocks of a sequence, each an entry of the mask
-MOST_CELLS, CELLS_AT_ONCE = 1 << 28, 1 << 20  # of a drawn table
+CELLS_AT_ONCE = 1 << 20  # of a drawn table
 
 
 @checks_arguments

@@ -250,6 +250,10 @@ class PerHead(Mask):
         return f"PerHead([{', '.join(repr(head) for head in self.heads)}])"
 
 
+MOST_CELLS = 1 << 27
+"""Of a table over blocks, a byte each: 8 heads of 512K tokens in blocks of 128."""
+
+
 def bool_table(values: Any, name: str = "block_mask") -> NDArray[np.bool_]:
     """A table of any kind (a tensor, lists) as bool.
 
@@ -257,7 +261,7 @@ def bool_table(values: Any, name: str = "block_mask") -> NDArray[np.bool_]:
         ValueError: "block_mask (float64) must hold True and False, or 1 and 0".
     """
     try:
-        table = as_array(name, values, dims=3)
+        table = as_array(name, values, dims=3, most=MOST_CELLS)
     except (TypeError, OverflowError) as error:
         raise ValueError(f"{name} ({shown(values)}) must be a table: {error}") from None
     if table.dtype == bool:
