@@ -23,7 +23,7 @@ from tilewise.arguments import (
 )
 from tilewise.compiler.code import Code
 from tilewise.compiler.codegen import pass_code
-from tilewise.compiler.facts import DEFAULT_TRAITS, CallTraits
+from tilewise.compiler.facts import DEFAULT_TRAITS, CallTraits, kernel_traits
 from tilewise.compiler.pruning import everything_needed
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
 from tilewise.compiler.row_moves import share_moves
@@ -33,7 +33,7 @@ from tilewise.masks.base import Full, Mask
 from tilewise.plan.ir import Item, Plan, find_symmetry
 from tilewise.plan.payload import head_groups
 from tilewise.plan.shifts import Symmetry, absolute
-from tilewise.tiles.call_rows import KERNEL_STYLES
+from tilewise.tiles.call_rows import KERNEL_STYLES, LIBRARY_STYLE
 from tilewise.wires.wire import AnyWire, Wires, plain_wires, wires_of
 
 MOST_NUMBERS = 1 << 48
@@ -323,7 +323,7 @@ def plan_code(
     Args:
         plan: of both passes.
         rank: in 0..plan.world_size - 1.
-        device: "cpu" or "cuda". Both run the same code today.
+        device: "cpu" or "cuda", where results wait until they are combined.
         kernel: name of the kernel for which tiles are cut, as `tilewise doctor` has it; None: of a
             library, which takes rectangles and squares.
     Returns:
@@ -335,9 +335,9 @@ def plan_code(
     """
     if kernel is not None:
         require_known("kernel", kernel, KERNEL_STYLES)
-    traits = DEFAULT_TRAITS
-    if kernel is not None:
-        traits = traits._replace(cut=KERNEL_STYLES[kernel])
+    style = LIBRARY_STYLE if kernel is None else KERNEL_STYLES[kernel]
+    cut, waiting = kernel_traits(device, style)
+    traits = DEFAULT_TRAITS._replace(cut=cut, waiting_results=waiting)
     passes = work.resolve(plan)
     call = CallTraits(keep=passes[1].payload.saved and not backward)
     return pass_code(passes, rank, backward=backward, call=call, traits=traits)

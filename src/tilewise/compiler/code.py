@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 from tilewise.arguments import item_bytes
-from tilewise.compiler.ops import Attend, Fill, Merge, Op, Post, V, Wait, reads, writes
+from tilewise.compiler.ops import Attend, Combine, Fill, Merge, Op, Post, V, Wait, reads, writes
 from tilewise.compiler.traffic import traffic_bytes
 from tilewise.plan.ir import Item
 
@@ -84,7 +84,7 @@ class KeptBuffer(NamedTuple):
     items: tuple[tuple[Item, int, tuple[tuple[int, int], ...]], ...]
 
 
-CODE_FORMAT = 3
+CODE_FORMAT = 4
 """Raised whenever codes that were pickled before mean something else, or nothing."""
 
 
@@ -159,17 +159,34 @@ class Code(NamedTuple):
 
     @property
     def made_bytes(self) -> int:
-        """The most bytes that an operation makes for itself, beside the workspace."""
-        made = (
-            sum(
-                self.num_bytes_of((ref,))
-                for refs in writes(op)
-                for ref in refs
-                if self.home(ref) is Home.MADE
-            )
-            for op in self.ops
-        )
-        return max(made, default=0)
+        """The most bytes at one time of what operations make for themselves, and of what later ones
+        still read of it, beside the workspace.
+        """
+        last_reads = self.last_reads()
+        made: dict[int, int] = {}
+        most = 0
+        for number, op in enumerate(self.ops):
+            for ref in (ref for refs in writes(op) for ref in refs):
+                if self.home(ref) is Home.MADE:
+                    made[ref.tensor] = self.num_bytes_of((Ref(ref.tensor),))
+            most = max(most, sum(made.values()))
+            for tensor in last_reads.get(number, ()):
+                made.pop(tensor, None)
+        return most
+
+    def last_reads(self) -> dict[int, list[int]]:
+        """Return, by the number of an operation, the tensors that operations make and that none
+        after this one reads.
+        """
+        last: dict[int, int] = {}
+        for number, op in enumerate(self.ops):
+            for ref in (ref for refs in (*writes(op), *reads(op)) for ref in refs):
+                if self.home(ref) is Home.MADE:
+                    last[ref.tensor] = number
+        found: dict[int, list[int]] = {}
+        for tensor, number in last.items():
+            found.setdefault(number, []).append(tensor)
+        return found
 
     @property
     def kept_bytes(self) -> int:
@@ -240,6 +257,8 @@ def _described(op: Op[V], named: Callable[[V], str]) -> str:
             return f"fill {written} with {', '.join(f'{value:g}' for value in op.values)}"
         case Merge():
             return f"merge {named(op.source)} into {named(op.target)}"
+        case Combine():
+            return f"combine {' and '.join(map(named, op.sources))} into {named(op.target)}"
         case _:
             return f"{name} {read} to {written}" if read else f"{name} {written}"
 

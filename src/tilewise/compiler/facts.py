@@ -31,6 +31,8 @@ class CodeTraits(NamedTuple):
         receives_ahead, node_size, sends_in_flight: as of transport.protocol.Transport.
         takes_teams: whether the transport takes exchanges of whole teams.
         cut: how the kernel wants tiles cut.
+        waiting_results: of one row, results of kernel calls that may wait where the kernel put them
+            before they are combined; 0: each is added to its partial at once.
     """
 
     receives_ahead: int = 0
@@ -38,10 +40,23 @@ class CodeTraits(NamedTuple):
     takes_teams: bool = False
     sends_in_flight: int | None = LAUNCHES_IN_FLIGHT
     cut: CallStyle = CallStyle(square_causal=True)
+    waiting_results: int = 0
 
 
 DEFAULT_TRAITS = CodeTraits()
 """Of a transport that posts a launch as one batch, as NCCL's and loopback's do."""
+
+WAITING_RESULTS = 4
+"""Results of a row that wait on a GPU: of more, fewer bytes would move, and more memory be held."""
+
+
+def kernel_traits(device: str, cut: CallStyle) -> tuple[CallStyle, int]:
+    """The last of CodeTraits for a kernel on a device: how tiles are cut, and what may wait.
+
+    Results wait on a GPU, whose time is short for memory, but not those of kernels of lists, which
+    add to partials themselves; on a CPU additions are cheap, and what waits would leave its cache.
+    """
+    return cut, WAITING_RESULTS if device == "cuda" and not cut.whole_tile else 0
 
 
 class CallTraits(NamedTuple):
@@ -93,6 +108,12 @@ class Facts:
     def keeps(self) -> bool:
         """True if what this forward pass receives is kept for backward."""
         return self.call.keep and not self.payload.backward
+
+    def combines(self, draft: Draft) -> bool:
+        """Return whether results wait until they are combined. Those of all rows, which travel by
+        head, are written where they leave.
+        """
+        return self.traits.waiting_results > 0 and not draft.by_head
 
     @property
     def kernel_places(self) -> bool:

@@ -243,6 +243,20 @@ class Merge(NamedTuple, Generic[V]):
     scratch: Writes[tuple[V, ...]] = ()
 
 
+class Combine(NamedTuple, Generic[V]):
+    """target = the sum of partial results of the same rows: of attentions by their lse, of
+    gradients as they are.
+
+    Attributes:
+        sources: two or more, in any dtype. The target may be one of them.
+    """
+
+    label: str
+    sources: Reads[tuple[V, ...]]
+    target: Writes[V]
+    by_lse: bool
+
+
 class SumHeads(NamedTuple, Generic[V]):
     """target's head h is the sum of the source's of all ranks that have it: [rows, batch, ranks,
     heads of a rank(, width)]."""
@@ -271,6 +285,7 @@ Op: TypeAlias = (
     | Expand[V]
     | Pull[V]
     | Merge[V]
+    | Combine[V]
     | SumHeads[V]
     | Ask[V]
 )

@@ -149,7 +149,7 @@ class DecodingPass:
         self._here, self._transport = RankReads(transport.rank, transport.world_size), transport
         self._problem = problem
         call = CallTraits(batch, prune=False, asks=True)
-        traits = code_traits(problem, transport)
+        traits = code_traits(problem, transport, device)
         code = pass_code(problem.passes, transport.rank, backward=False, call=call, traits=traits)
         self._bound = BoundCode(code, device, problem.kernel, problem.scores, WorkspacePool())
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewise.compiler.codegen import pass_code
-from tilewise.compiler.facts import CallTraits, CodeTraits
+from tilewise.compiler.facts import CallTraits, CodeTraits, kernel_traits
 from tilewise.compiler.rank_plan import PassKind, RankPlan
 from tilewise.execution.call import ResolvedCall
 from tilewise.execution.run import BoundCode, Pass
@@ -110,7 +110,7 @@ def bound_code(
 
     def make() -> BoundCode:
         call = CallTraits(batch, problem.prune, keep, places=scores.by_place)
-        traits = code_traits(problem, transport)
+        traits = code_traits(problem, transport, device)
         passes, rank, code = problem.passes, transport.rank, None
         own = passes[backward]
         if isinstance(own.plan, RankPlan):
@@ -139,9 +139,12 @@ def transport_traits(transport: Transport) -> tuple[int, int | None, bool, int |
     )
 
 
-def code_traits(problem: ResolvedCall, transport: Transport) -> CodeTraits:
-    """Return the facts of the transport and the kernel that a code depends on."""
-    return CodeTraits(*transport_traits(transport), call_style(problem.kernel))
+def code_traits(
+    problem: ResolvedCall, transport: Transport, device: torch.device
+) -> CodeTraits:
+    """Return the facts of the transport, the device and the kernel that a code depends on."""
+    kernel = kernel_traits(device.type, call_style(problem.kernel))
+    return CodeTraits(*transport_traits(transport), *kernel)
 
 
 @kept_with_plan(4, each_rank=True)

@@ -6,7 +6,7 @@ import torch
 
 from tilewise.arguments import whole_number
 from tilewise.compiler.codegen import pass_code
-from tilewise.compiler.facts import DEFAULT_TRAITS, CallTraits, CodeTraits
+from tilewise.compiler.facts import DEFAULT_TRAITS, CallTraits, CodeTraits, kernel_traits
 from tilewise.compiler.rank_plan import PassKind, PreparedCode, RankPlan
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.kernels.protocol import Kernel, call_style
@@ -77,4 +77,5 @@ def _traits(passes: Passes, kernel: Kernel | str | None) -> Iterator[CodeTraits]
             yield DEFAULT_TRAITS._replace(cut=cut)
         else:
             node_size = node_size_of(range(n), local_world_size())
-            yield DEFAULT_TRAITS._replace(node_size=node_size, cut=cut)
+            cut, waiting = kernel_traits(device, cut)
+            yield DEFAULT_TRAITS._replace(node_size=node_size, cut=cut, waiting_results=waiting)

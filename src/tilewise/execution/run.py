@@ -20,6 +20,7 @@ from tilewise.execution.encoding import decode, encode
 from tilewise.execution.expansion import Expanded, Expansion
 from tilewise.execution.workspace import Numbered, Workspace, WorkspacePool
 from tilewise.kernels.call_cache import CALL_CACHE
+from tilewise.kernels.merge import add_up, combine
 from tilewise.kernels.protocol import (
     Kernel,
     Places,
@@ -111,7 +112,7 @@ class BoundCode:
         self._num_exchanges = 0
         self._awaited: set[int] = set()  # exchanges
         self._made = {*self._tensors_that_ops_make()}
-        self._steps = [self._bound(op) for op in code.ops]
+        self._steps = self._bound_ops()
         self._busy_steps = [step for step in self._steps if step is not _no_step]
         self._aligned = self._names_read_by_kernels()
         self._kept = [
@@ -191,8 +192,8 @@ class BoundCode:
     def _tensors_that_ops_make(self) -> Iterator[int]:
         """Tensors that are not in the workspace, but are what an op has made last."""
         for op in self.code.ops:
-            if isinstance(op, ops.Attend) and self._adopts:
-                yield from (ref.tensor for refs in op.written for ref in refs)
+            if isinstance(op, ops.Attend):
+                yield from (ref.tensor for refs in op.written for ref in refs if self._keeps(ref))
             elif isinstance(op, ops.Expand | ops.Pull | ops.Ask):
                 yield from (ref.tensor for refs in ops.writes(op) for ref in refs)
 
@@ -279,6 +280,32 @@ class BoundCode:
 
     # Steps
 
+    def _bound_ops(self) -> list[Step]:
+        """The steps of all ops; the last that reads what an op has made lets it go."""
+        steps: list[Step] = []
+        last_reads = self.code.last_reads()
+        for place, op in enumerate(self.code.ops):
+            step, ended = self._bound(op), last_reads.get(place)
+            steps.append(step if ended is None else self._releasing(step, ended))
+        return steps
+
+    def _releasing(self, step: Step, tensors: Sequence[int]) -> Step:
+        """A step after which tensors, and parts of them, are not held any more."""
+        wholes = [self._number(Ref(tensor)) for tensor in tensors]
+        parts = [number for whole in wholes for number, _ in self._derived.get(whole, ())]
+        numbers = [*wholes, *parts]
+
+        def release(t: Numbered, work: Pass) -> None:
+            step(t, work)
+            for number in numbers:
+                t.pop(number, None)
+
+        return release
+
+    def _keeps(self, ref: Ref) -> bool:
+        """Return whether a tensor that a kernel call writes is the kernel's own."""
+        return self._adopts or self.code.home(ref) is Home.MADE
+
     def _bound(self, op: ops.Op[Refs]) -> Step:
         match op:
             case ops.Copy():
@@ -287,6 +314,8 @@ class BoundCode:
                 return self._attend(op)
             case ops.Merge():
                 return self._merge(op)
+            case ops.Combine():
+                return self._combine(op)
             case ops.Post():
                 return self._post(op)
             case ops.Wait():
@@ -360,11 +389,17 @@ class BoundCode:
             for a, b in pairs:
                 t[b].index_copy_(0, rows, t[a])  # pyright: ignore
 
+        def select_made(t: Numbered, _: Pass) -> None:  # a kernel's own, of any dtype
+            for a, b in pairs:
+                t[b].copy_(t[a].index_select(0, rows))  # pyright: ignore
+
         def select(t: Numbered, _: Pass) -> None:
             for a, b in pairs:
                 torch.index_select(t[a], 0, rows, out=t[b])  # pyright: ignore
 
-        return copy_heads if rows is None else scatter if op.scatters else select
+        if rows is None or op.scatters:
+            return copy_heads if rows is None else scatter
+        return select_made if op.source[0].tensor in self._made else select
 
     def _copy_plainly(self, op: ops.Copy[Refs]) -> Step:
         """A copy of all rows and heads; either end may have the same numbers in another shape."""
@@ -411,7 +446,7 @@ class BoundCode:
                 run(*operands_of(t), call, scale, kernel_into, *extra(work))
 
             return add
-        if self._adopts:
+        if all(self._keeps(ref) for refs in op.written for ref in refs):
             return self._adopting(op, results, operands_of)
         blanks = self._blanks(len(written)) if not self.code.backward else [0.0] * len(written)
 
@@ -451,8 +486,10 @@ class BoundCode:
         run, extra = self._kernel_pass(op), self._extra_arguments(op)
         call, scale = op.call, self._scale
         adds = [(number, added) for numbers, added in results for number in numbers]
-        dtypes = [
-            getattr(torch, self.code.tensors[ref.tensor].dtype)
+        dtypes = [  # those that wait until they are combined stay what they are
+            None
+            if self.code.home(ref) is Home.MADE
+            else getattr(torch, self.code.tensors[ref.tensor].dtype)
             for refs, _ in op.results()
             for ref in refs
         ]
@@ -464,7 +501,7 @@ class BoundCode:
                 if added:
                     t[number].add_(x)
                     continue
-                t[number] = x if x.dtype is dtype else x.to(dtype)
+                t[number] = x if dtype is None or x.dtype is dtype else x.to(dtype)
                 if number in derived:
                     put(t, number, t[number])
 
@@ -530,6 +567,20 @@ class BoundCode:
                 t[target].index_copy_(0, rows, x)
 
         return merge_rows
+
+    def _combine(self, op: ops.Combine[Refs]) -> Step:
+        sources, target = [self._all(refs) for refs in op.sources], self._all(op.target)
+        if op.by_lse:
+            return lambda t, _: combine(
+                [[t[i] for i in numbers] for numbers in sources], [t[i] for i in target]
+            )
+        fields = [*zip(zip(*sources, strict=True), target, strict=True)]
+
+        def step(t: Numbered, _: Pass) -> None:
+            for parts, into in fields:
+                add_up([t[i] for i in parts], t[into])
+
+        return step
 
     def _expand(self, op: ops.Expand[Refs]) -> Step:
         latents, k, v = map(self._number, (*op.latents, *op.keys))

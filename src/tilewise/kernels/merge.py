@@ -3,6 +3,7 @@
 Kernels merge into accumulators, the executor on arrival, the tree where it combines ranks.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,57 @@ def merge_into(out_acc: Tensor, lse_acc: Tensor, out: Tensor, lse: Tensor) -> No
     share = share if share.dtype is out.dtype else share.to(out.dtype)
     out_acc.lerp_(out, share.unsqueeze(-1))
     torch.logaddexp(lse_acc, lse, out=lse_acc)
+
+
+def combine(partials: Sequence[Sequence[Tensor]], into: Sequence[Tensor]) -> None:
+    """Write the `merge` of several partial attentions at once.
+
+    Args:
+        partials: (out, lse) each, and the largest scores of rows where those are asked for:
+            [rows, batch, heads(, head_dim)], out in any dtype, lse in one.
+        into: the same of the result, in any dtype; may be one of the partials.
+    """
+    if into[0].is_meta:
+        return
+    if into[0].is_cuda:
+        from tilewise.kernels.triton.merge import combine_rows
+
+        combine_rows([x[0] for x in partials], into[0], [x[1] for x in partials], into[1])
+    else:
+        lse = torch.stack([x[1] for x in partials])
+        top = lse.amax(0)
+        top = top.masked_fill(top == -torch.inf, 0.0)  # -inf - -inf is nan
+        shares = (lse - top).exp_()
+        total = shares.sum(0)
+        # a row that no side reaches stays 0
+        shares /= total.masked_fill(total == 0.0, 1.0)
+        out = torch.zeros_like(partials[0][0], dtype=lse.dtype)
+        for x, share in zip(partials, shares, strict=True):
+            out.addcmul_(x[0].to(lse.dtype), share.unsqueeze(-1))
+        into[0].copy_(out)
+        into[1].copy_(top + total.log())
+    if len(into) == 3:
+        into[2].copy_(torch.stack([x[2] for x in partials]).amax(0))
+
+
+def add_up(parts: Sequence[Tensor], into: Tensor) -> None:
+    """Write the sum of tensors [rows, batch, heads, head_dim] of any dtypes.
+
+    Args:
+        into: in any dtype; may be one of them.
+    """
+    if into.is_meta:
+        return
+    if into.is_cuda:
+        from tilewise.kernels.triton.merge import combine_rows
+
+        combine_rows(parts, into)
+        return
+    dtype = torch.float64 if into.dtype == torch.float64 else torch.float32
+    total = parts[0].to(dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    into.copy_(total)
 
 
 def _share(lse_a: Tensor, lse_b: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from tilewise.compiler.draft import Draft, DraftOp, View
 from tilewise.compiler.ops import (
     Attend,
+    Combine,
     ComputeDelta,
     Decode,
     Encode,
@@ -117,7 +118,7 @@ class PassPrices:
                 return OpPrice(memory=copy_seconds(self.machine, sum(map(num_bytes, views))))
         traffic = traffic_bytes(op, num_bytes)  # pyright: ignore
         match op:
-            case Merge():
+            case Merge() | Combine():
                 seconds = self.machine.merge_seconds + merge_seconds(self.machine, traffic)
             case Encode(_, view) | Decode(_, _, view):
                 seconds = copy_seconds(self.machine, 2 * PASSES_OF_ENCODING * num_bytes(view))

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from tilewise.compiler.draft import Draft
 from tilewise.compiler.facts import Facts
 from tilewise.compiler.passes.adopt import adopt
+from tilewise.compiler.passes.combine import combine
 from tilewise.compiler.passes.exchanges import exchanges
 from tilewise.compiler.passes.in_place import in_place
 from tilewise.compiler.passes.keep import keep
@@ -28,6 +29,7 @@ PASSES: MappingProxyType[str, Callable[[Draft, Facts], None]] = MappingProxyType
         "keep": keep,
         "tiles": tiles,
         "latents": latents,
+        "combine": combine,
         "adopt": adopt,
         "wires": wires,
     }

@@ -34,8 +34,9 @@ Place: TypeAlias = InPlace | Copied | Aside
 
 
 def adopt(draft: Draft, facts: Facts) -> None:
-    """Take out fills and merges that are needless."""
-    _Adopter(draft, facts).rewrite()
+    """Take out fills and merges that are needless, where results do not wait."""
+    if not facts.combines(draft):
+        _Adopter(draft, facts).rewrite()
 
 
 class _Adopter:

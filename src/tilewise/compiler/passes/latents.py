@@ -6,6 +6,7 @@ from tilewise.compiler.code import Home
 from tilewise.compiler.draft import Draft, View
 from tilewise.compiler.facts import Facts
 from tilewise.compiler.ops import Attend, Expand, ExpandKey, Pull
+from tilewise.compiler.passes.tiles import results_aside
 from tilewise.plan.ir import Side
 from tilewise.plan.payload import Field
 
@@ -36,9 +37,10 @@ def latents(draft: Draft, facts: Facts) -> None:
         if payload.results(Side.KV):
             *others, dlatents = written
             fields = tuple(Field(f"d{x.name}", x.width, facts.accumulator) for x in fields)
-            gradients = draft.apart("results of a call", rows, fields, heads)
+            gradients = results_aside(draft, facts, rows, fields, heads)
             written = *others, gradients
-            made = draft.buffers[dlatents.buffer]._replace(home=Home.MADE)
+            fields = facts.result_fields(Side.KV)
+            made = draft.buffers[dlatents.buffer]._replace(home=Home.MADE, fields=fields)
             draft.buffers[dlatents.buffer] = made
             pulls.append(Pull(op.label.replace("compute", "pull"), gradients, dlatents))
         kernel_places = places if facts.kernel_places else None

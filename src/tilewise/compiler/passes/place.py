@@ -25,7 +25,7 @@ from tilewise.compiler.draft import (
     strides_of,
 )
 from tilewise.compiler.facts import Facts
-from tilewise.compiler.ops import Attend, Copy, Decode, Encode, Op, Post, Wait, operand_places
+from tilewise.compiler.ops import Attend, Combine, Copy, Decode, Encode, Op, Post, Wait, operand_places
 from tilewise.compiler.placement import Departures, placed
 from tilewise.plan.payload import STATISTICS, Field, RowFormat
 
@@ -103,6 +103,9 @@ class _Writer:
                 return op._replace(touched=tuple(map(self._message, op.touched)))  # pyright: ignore
             case Attend():
                 return self._attend(op)
+            case Combine():
+                sources = tuple(map(self.refs, op.sources))
+                return op._replace(sources=sources, target=self._in_order(op.sources[0], op.target))  # pyright: ignore
             case _:
                 return _mapped(op, self.refs)
 
@@ -113,13 +116,15 @@ class _Writer:
         travel = all(isinstance(x, RowFormat) for x in (*forms, *(root.form for root in roots)))
         if travel and copy.source.fields is None and forms[0] == forms[1]:
             return _mapped(copy, self._message)  # rows as they travel, whatever is in them
-        names = [x.name for x in self._draft.fields_of(copy.source)]
-        targets = [x.name for x in self._draft.fields_of(copy.target)]
-        source, target = self.refs(copy.source), self.refs(copy.target)
-        if names != targets:
-            order = [targets.index(name) for name in names]
-            target = tuple(target[i] for i in order)
+        source, target = self.refs(copy.source), self._in_order(copy.source, copy.target)
         return copy._replace(source=source, target=target)  # pyright: ignore
+
+    def _in_order(self, source: View, target: View) -> Refs:
+        """The tensors of a target, in the order of the source's fields."""
+        names = [x.name for x in self._draft.fields_of(source)]
+        targets = [x.name for x in self._draft.fields_of(target)]
+        refs = self.refs(target)
+        return refs if names == targets else tuple(refs[targets.index(name)] for name in names)
 
     def _attend(self, op: Attend[View]) -> Attend[Refs]:
         """A kernel call, whose operands are one tensor each, in the order that kernels take."""

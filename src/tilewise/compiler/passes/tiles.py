@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from tilewise.arguments import item_bytes
+from tilewise.compiler.code import Home
 from tilewise.compiler.draft import AttendTile, Draft, Held, View
 from tilewise.compiler.facts import Facts
 from tilewise.compiler.ops import Attend, Copy, Merge, RowTables, Table
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan, Side, Tile
 from tilewise.plan.kept import kept_with_plan
-from tilewise.plan.payload import STATISTICS
+from tilewise.plan.payload import STATISTICS, Field
 from tilewise.plan.row_ranges import Ranges
 from tilewise.tiles.call_rows import CallParts, RowSelection, TileCalls, is_range, num_rows
 
@@ -67,9 +68,8 @@ def _attend(draft: Draft, facts: Facts, tile: AttendTile, parts: CallParts[np.nd
         targets = tile.partials[side]
         if targets:
             one = draft.buffers[targets[0].buffer]
-            fields = tuple(x._replace(dtype=facts.accumulator) for x in one.fields)
             num_heads = one.heads if heads[side] is None else _length(heads[side])
-            aside = draft.apart("results of a call", rows[side], fields, num_heads)
+            aside = results_aside(draft, facts, rows[side], one.fields, num_heads)
             results.append(aside)
             label = f"merge {of}"
             mine = [draft.heads(target, heads[side]) for target in targets]
@@ -80,6 +80,19 @@ def _attend(draft: Draft, facts: Facts, tile: AttendTile, parts: CallParts[np.nd
     ends = tuple(operands), (), tuple(results), adds, made
     draft.ops.append(Attend(tile.label, parts.call, *ends, places))
     draft.ops += merges
+
+
+def results_aside(
+    draft: Draft, facts: Facts, num_rows: int, fields: Sequence[Field], num_heads: int
+) -> View:
+    """Room for one side's results of a call: as the kernel makes them, if they wait there."""
+    waits = facts.combines(draft)
+    dtype = facts.payload.dtype if waits else facts.accumulator
+    home = Home.MADE if waits else Home.WORKSPACE
+    made = tuple(
+        x._replace(dtype=facts.accumulator if x.name in STATISTICS else dtype) for x in fields
+    )
+    return draft.apart("results of a call", num_rows, made, num_heads, home)
 
 
 def _made_bytes(draft: Draft, view: View, dtype: str) -> int:
@@ -164,7 +177,10 @@ def _merges(
         source = aside
         if isinstance(part.call, np.ndarray):
             buffer = draft.buffers[aside.buffer]
-            source = draft.new(buffer._replace(name="rows of results", num_rows=len(part.call)))
+            rows_aside = buffer._replace(
+                name="rows of results", num_rows=len(part.call), home=Home.WORKSPACE
+            )
+            source = draft.new(rows_aside)
             found.append(Copy(label, aside, source, Table.of(part.call)))
         else:
             source = draft.rows(aside, part.call)

@@ -4,6 +4,7 @@ Imports triton, so nothing imports this module until CUDA tensors are merged.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -33,6 +34,85 @@ def merge_rows(out_acc: Tensor, lse_acc: Tensor, out: Tensor, lse: Tensor) -> No
             BLOCK=_BLOCK,
             enable_fp_fusion=True,  # pyright: ignore[reportCallIssue]
         )
+
+
+def combine_rows(
+    parts: Sequence[Tensor],
+    into: Tensor,
+    lses: Sequence[Tensor] = (),
+    lse_into: Tensor | None = None,
+) -> None:
+    """`combine` and, without lses, `add_up`, in one pass over memory.
+
+    Args:
+        parts, into: [rows, batch, heads, head_dim], of any strides and dtypes.
+        lses, lse_into: [rows, batch, heads], of any strides.
+    """
+    num = math.prod(into.shape[:3])
+    if not num:
+        return
+    stepped = [in_steps([view_of(x)]) for x in (*parts, into)]
+    steps = tuple(step for _, step in stepped)
+    places = [(*view[1:], x.stride(3)) for ((view,), _), x in zip(stepped, (*parts, into))]
+    rows, batches, heads, columns = (tuple(x) for x in zip(*places))
+    lse_places = tuple(zip(*(x.stride() for x in (*lses, lse_into)))) if lses else ((),) * 3
+    with torch.cuda.device_of(into):
+        _combine[(triton.cdiv(num, _BLOCK),)](  # pyright: ignore[reportCallIssue]
+            *((*parts, into), (*lses, lse_into) if lses else ()),
+            *(rows, batches, heads, columns, *lse_places, num, *into.shape[1:3]),
+            COUNT=len(parts),
+            STEPS=steps,
+            BY_LSE=len(lses) > 0,
+            ACC=tl.float64 if torch.float64 in {x.dtype for x in (*parts, into)} else tl.float32,
+            HEAD_DIM=into.shape[3],
+            WIDTH=triton.next_power_of_2(into.shape[3]),
+            BLOCK=_BLOCK,
+        )
+
+
+@triton.jit
+def _combine(
+    parts, lses, rows, batches, heads, columns, lse_rows, lse_batches, lse_heads,
+    num, num_batch, num_heads,
+    COUNT: tl.constexpr, STEPS: tl.constexpr, BY_LSE: tl.constexpr, ACC: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """The last of parts = the sum of those before it; by their lse: of shares exp(lse_i - lse)."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = at < num
+    head = (at % num_heads).to(tl.int64)  # offsets have 64 bits, but divisions of those are slow
+    batch = (at // num_heads % num_batch).to(tl.int64)
+    row = (at // num_heads // num_batch).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = here[:, None] & (column < HEAD_DIM)[None, :]
+    top = tl.full((BLOCK,), float("-inf"), ACC)
+    total = tl.zeros((BLOCK,), ACC)
+    acc = tl.zeros((BLOCK, WIDTH), ACC)
+    if BY_LSE:
+        for i in tl.static_range(COUNT):
+            place = lses[i] + row * lse_rows[i] + batch * lse_batches[i] + head * lse_heads[i]
+            top = tl.maximum(top, tl.load(place, mask=here, other=0.0).to(ACC))
+        top = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf is nan
+        for i in tl.static_range(COUNT):
+            place = lses[i] + row * lse_rows[i] + batch * lse_batches[i] + head * lse_heads[i]
+            total += tl.exp(tl.load(place, mask=here, other=0.0).to(ACC) - top)
+    for i in tl.static_range(COUNT):
+        first = (row * rows[i] + batch * batches[i] + head * heads[i]) * STEPS[i]
+        place = parts[i] + first[:, None] + column[None, :] * columns[i]
+        x = tl.load(place, mask=inside, other=0.0).to(ACC)
+        if BY_LSE:
+            place = lses[i] + row * lse_rows[i] + batch * lse_batches[i] + head * lse_heads[i]
+            share = tl.exp(tl.load(place, mask=here, other=0.0).to(ACC) - top)
+            x *= (share / tl.where(total == 0.0, 1.0, total))[:, None]  # 0 where no part reaches
+        acc += x
+    # Several threads hold the same number where a block has more threads than rows, and the target
+    # may be one of the parts: none may store before all have loaded.
+    tl.debug_barrier()
+    if BY_LSE:
+        place = lses[COUNT] + row * lse_rows[COUNT] + batch * lse_batches[COUNT]
+        tl.store(place + head * lse_heads[COUNT], top + tl.log(total), mask=here)
+    first = (row * rows[COUNT] + batch * batches[COUNT] + head * heads[COUNT]) * STEPS[COUNT]
+    tl.store(parts[COUNT] + first[:, None] + column[None, :] * columns[COUNT], acc, mask=inside)
 
 
 @triton.jit

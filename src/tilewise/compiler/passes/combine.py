@@ -1,0 +1,204 @@
+"""Results of kernel calls wait where the kernel put them, and are combined when they leave.
+
+    a partial            the results and arrivals that were added to it and still wait, and their sum
+    it leaves            what waits is combined into its message
+    it is finished       ... into the call's result
+    too much waits       ... into the partial's own memory, which then is one that waits
+
+Where a device has its kernels' results for nothing but is slow in memory, each of them is then
+written once and read once. The other way, `adopt`, adds each result to its partial at once: a
+partial is read and written again for every call.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from tilewise.compiler.code import Home
+from tilewise.compiler.draft import AttendTile, Draft, DraftOp, View
+from tilewise.compiler.facts import Facts
+from tilewise.compiler.ops import Combine, Copy, Fill, Merge, reads, writes
+
+Span = tuple[int, int]
+"""Rows of a partial, from the first to the one after the last."""
+
+
+class _Segment(NamedTuple):
+    rows: Span
+    sources: tuple[View, ...]
+
+
+class Waiting(NamedTuple):
+    """What was added to some rows of a partial: where it lies."""
+
+    rows: Span
+    source: View
+
+
+@dataclass
+class Partial:
+    """A partial that is added to.
+
+    Attributes:
+        blank: the fill that would make it one that nothing was added to.
+        waiting: what was added, and is not combined yet.
+        summed: rows whose sum lies in the partial's own memory.
+    """
+
+    blank: Fill[View]
+    waiting: list[Waiting] = field(default_factory=list[Waiting])
+    summed: list[Span] = field(default_factory=list[Span])
+
+
+def combine(draft: Draft, facts: Facts) -> None:
+    """Let what is added to partials wait, and combine it when it is read."""
+    if facts.combines(draft):
+        _Combiner(draft, facts).rewrite()
+
+
+class _Combiner:
+    def __init__(self, draft: Draft, facts: Facts):
+        self._draft = draft
+        self._most = facts.traits.waiting_results
+        self._by_lse = not facts.payload.backward
+        self._partials: dict[int, Partial] = {}
+        self._reads_left: defaultdict[int, list[Span]] = defaultdict(list)  # by partial, last first
+
+    def rewrite(self) -> None:
+        draft = self._draft
+        old, draft.ops = draft.ops, []
+        self._find_reads(old)
+        for op in old:
+            match op:
+                case Fill() | Copy() | Merge() if not draft.num_rows(op.target):
+                    pass
+                case Fill() if op.target == View(op.target.buffer):
+                    self._partials[op.target.buffer] = Partial(op)
+                case Merge() if op.target.buffer in self._partials:
+                    self._merge(op)
+                case Copy() if op.source.buffer in self._partials:
+                    self._copy(op)
+                case _:
+                    self._sum_all_that_are_read(op)
+                    draft.ops.append(op)
+
+    def _find_reads(self, ops: Sequence[DraftOp]) -> None:
+        """Note which rows of each buffer are read, so that the last reader of some is known."""
+        for op in reversed(ops):
+            for view in () if isinstance(op, AttendTile) else reads(op):
+                self._reads_left[view.buffer].append(self._span(view))
+
+    def _span(self, view: View) -> Span:
+        """The rows of a view, and those between them."""
+        if view.rows is None:
+            return 0, self._draft.buffers[view.buffer].num_rows
+        return view.rows[:2]
+
+    def _sum_all_that_are_read(self, op: DraftOp) -> None:
+        """Let an operation find the partials that it reads, or writes, in their memory."""
+        assert not isinstance(op, AttendTile), "tiles have been cut"
+        for view in reads(op):
+            self._read(view)
+        for view in (*reads(op), *writes(op)):
+            if view.buffer in self._partials:
+                self._sum(view.buffer, everything=True)
+
+    def _read(self, view: View) -> bool:
+        """Note that a view is read now; return whether some of its rows will be read again."""
+        start, stop = self._span(view)
+        left = self._reads_left[view.buffer]
+        left.pop()
+        return any(first < stop and last > start for first, last in left)
+
+    def _merge(self, merge: Merge[View]) -> None:
+        """Let what is added wait, or add it to the sum if its rows lie here and there."""
+        number, source = merge.target.buffer, merge.source
+        partial = self._partials[number]
+        self._read(source)
+        if source.buffer in self._partials:
+            self._sum(source.buffer, everything=True)
+        for view in (merge.target, *merge.scratch):
+            if view.buffer in self._reads_left:
+                self._read(view)
+        target = merge.target
+        if merge.rows is not None or target.heads is not None or not _is_plain(target):
+            self._sum(number, everything=True)
+            self._draft.ops.append(merge)
+            return
+        partial.waiting.append(Waiting(self._span(target), source))
+        if max(len(x.sources) for x in self._segments(number)) > self._most:
+            self._sum(number)
+
+    def _copy(self, copy: Copy[View]) -> None:
+        """Combine what waits into what reads it."""
+        number, again = copy.source.buffer, self._read(copy.source)
+        usable = self._draft.buffers[copy.target.buffer].usable
+        plain = copy.rows is None and copy.heads is None and copy.source.heads is None
+        if again or not plain or not usable or not _is_plain(copy.source):
+            self._sum(number, everything=True)
+            self._draft.ops.append(copy)
+            return
+        first, _ = self._span(copy.source)
+        for (start, stop), sources in self._segments(number, self._span(copy.source)):
+            target = self._draft.rows(copy.target, (start - first, stop - first))
+            self._write(copy.label, sources, target, self._partials[number])
+
+    def _sum(self, number: int, *, everything: bool = False) -> None:
+        """Combine what waits into the partial's own memory.
+
+        Args:
+            everything: also fill rows that nothing was added to.
+        """
+        partial = self._partials[number]
+        label = partial.blank.label.replace("fill", "combine")
+        summed: list[Span] = []
+        for rows, sources in self._segments(number):
+            target = self._draft.rows(partial.blank.target, rows)
+            if sources != (target,) and (sources or everything):
+                self._write(label, sources, target, partial)
+            if sources or everything:
+                summed.append(rows)
+        partial.waiting, partial.summed = [], summed
+
+    def _segments(self, number: int, within: Span | None = None) -> list[_Segment]:
+        """Rows of a partial by what they are the sum of; together they are all, or those within."""
+        partial = self._partials[number]
+        whole = within or (0, self._draft.buffers[number].num_rows)
+        spans = [*(x.rows for x in partial.waiting), *partial.summed, whole]
+        edges = sorted({edge for span in spans for edge in span})
+        found: list[_Segment] = []
+        for start, stop in pairwise(edges):
+            if whole[0] <= start and stop <= whole[1]:
+                sources = tuple(self._sources(partial, (start, stop)))
+                found.append(_Segment((start, stop), sources))
+        return found
+
+    def _sources(self, partial: Partial, rows: Span) -> Iterator[View]:
+        """The parts of what waits that some rows of a partial are the sum of."""
+        for start, stop in partial.summed:
+            if start <= rows[0] and rows[1] <= stop:
+                yield self._draft.rows(partial.blank.target, rows)
+        for (start, stop), source in partial.waiting:
+            if start <= rows[0] and rows[1] <= stop:
+                yield self._draft.rows(source, (rows[0] - start, rows[1] - start))
+
+    def _write(self, label: str, sources: Sequence[View], target: View, partial: Partial) -> None:
+        ops = self._draft.ops
+        if not sources:
+            names = [x.name for x in self._draft.fields_of(partial.blank.target)]
+            values = dict(zip(names, partial.blank.values, strict=True))
+            own = tuple(values[x.name] for x in self._draft.fields_of(target))
+            ops.append(Fill(partial.blank.label, target, own))
+        elif len(sources) == 1:
+            ops.append(Copy(label, sources[0], target))
+        else:
+            ops.append(Combine(label, tuple(sources), target, self._by_lse))
+
+
+def _is_plain(view: View) -> bool:
+    """Return whether the rows of a view lie side by side."""
+    return view.rows is None or view.rows[2] == 1
