@@ -47,6 +47,7 @@ TRAITS = {
     "as NCCL": DEFAULT_TRAITS,
     "as gloo": GLOO_TRAITS,
     "two nodes": DEFAULT_TRAITS._replace(node_size=2),
+    "results wait": DEFAULT_TRAITS._replace(waiting_results=2),
     "sends unknown": CodeTraits(sends_in_flight=None, cut=CallStyle(False, True)),
 }
 

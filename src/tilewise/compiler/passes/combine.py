@@ -13,7 +13,7 @@ partial is read and written again for every call.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -105,7 +105,7 @@ class _Combiner:
             self._read(view)
         for view in (*reads(op), *writes(op)):
             if view.buffer in self._partials:
-                self._sum(view.buffer, everything=True)
+                self._sum(view)
 
     def _read(self, view: View) -> bool:
         """Note that a view is read now; return whether some of its rows will be read again."""
@@ -120,18 +120,16 @@ class _Combiner:
         partial = self._partials[number]
         self._read(source)
         if source.buffer in self._partials:
-            self._sum(source.buffer, everything=True)
-        for view in (merge.target, *merge.scratch):
-            if view.buffer in self._reads_left:
-                self._read(view)
+            self._sum(source)
+        self._read(merge.target)
         target = merge.target
         if merge.rows is not None or target.heads is not None or not _is_plain(target):
-            self._sum(number, everything=True)
+            self._sum(View(number))
             self._draft.ops.append(merge)
             return
         partial.waiting.append(Waiting(self._span(target), source))
-        if max(len(x.sources) for x in self._segments(number)) > self._most:
-            self._sum(number)
+        if len(partial.waiting) >= self._most:
+            self._sum_where_too_much_waits(number)
 
     def _copy(self, copy: Copy[View]) -> None:
         """Combine what waits into what reads it."""
@@ -139,51 +137,69 @@ class _Combiner:
         usable = self._draft.buffers[copy.target.buffer].usable
         plain = copy.rows is None and copy.heads is None and copy.source.heads is None
         if again or not plain or not usable or not _is_plain(copy.source):
-            self._sum(number, everything=True)
+            self._sum(View(number) if copy.rows else copy.source)
             self._draft.ops.append(copy)
             return
-        first, _ = self._span(copy.source)
-        for (start, stop), sources in self._segments(number, self._span(copy.source)):
-            target = self._draft.rows(copy.target, (start - first, stop - first))
-            self._write(copy.label, sources, target, self._partials[number])
+        read = self._span(copy.source)
+        for (start, stop), sources in self._segments(number, read):
+            if _covers(read, (start, stop)):
+                target = self._draft.rows(copy.target, (start - read[0], stop - read[0]))
+                self._write(copy.label, sources, target, self._partials[number])
 
-    def _sum(self, number: int, *, everything: bool = False) -> None:
-        """Combine what waits into the partial's own memory.
+    def _sum(self, view: View) -> None:
+        """Let a partial's own memory have the rows of a view; those without a sum are filled."""
+        within = self._span(view)
+        self._sum_those(view.buffer, within, lambda rows, _: _covers(within, rows))
+
+    def _sum_where_too_much_waits(self, number: int) -> None:
+        self._sum_those(number, None, lambda _, sources: len(sources) > self._most)
+
+    def _sum_those(
+        self, number: int, edges: Span | None, chosen: Callable[[Span, Sequence[View]], bool]
+    ) -> None:
+        """Combine rows of a partial into its own memory; what was added to others still waits.
 
         Args:
-            everything: also fill rows that nothing was added to.
+            edges: rows between which rows are chosen, too.
+        """
+        partial, segments = self._partials[number], self._segments(number, edges)
+        if not any(chosen(*segment) for segment in segments):
+            return
+        waiting, summed = list[Waiting](), list[Span]()
+        for rows, sources in segments:
+            own = self._draft.rows(partial.blank.target, rows)
+            if chosen(rows, sources):
+                if sources != (own,):
+                    label = partial.blank.label.replace("fill", "combine")
+                    self._write(label, sources, own, partial)
+                summed.append(rows)
+                continue
+            waiting += (Waiting(rows, source) for source in sources if source != own)
+            summed += [rows] if own in sources else []
+        partial.waiting, partial.summed = waiting, summed
+
+    def _segments(self, number: int, edges: Span | None = None) -> list[_Segment]:
+        """All rows of a partial by what they are the sum of.
+
+        Args:
+            edges: rows between which others are cut off.
         """
         partial = self._partials[number]
-        label = partial.blank.label.replace("fill", "combine")
-        summed: list[Span] = []
-        for rows, sources in self._segments(number):
-            target = self._draft.rows(partial.blank.target, rows)
-            if sources != (target,) and (sources or everything):
-                self._write(label, sources, target, partial)
-            if sources or everything:
-                summed.append(rows)
-        partial.waiting, partial.summed = [], summed
-
-    def _segments(self, number: int, within: Span | None = None) -> list[_Segment]:
-        """Rows of a partial by what they are the sum of; together they are all, or those within."""
-        partial = self._partials[number]
-        whole = within or (0, self._draft.buffers[number].num_rows)
-        spans = [*(x.rows for x in partial.waiting), *partial.summed, whole]
-        edges = sorted({edge for span in spans for edge in span})
-        found: list[_Segment] = []
-        for start, stop in pairwise(edges):
-            if whole[0] <= start and stop <= whole[1]:
-                sources = tuple(self._sources(partial, (start, stop)))
-                found.append(_Segment((start, stop), sources))
-        return found
+        whole = 0, self._draft.buffers[number].num_rows
+        spans = [*(x.rows for x in partial.waiting), *partial.summed, whole, edges or whole]
+        cuts = sorted({edge for span in spans for edge in span})
+        return [
+            _Segment(rows, tuple(self._sources(partial, rows)))
+            for rows in pairwise(cuts)
+        ]
 
     def _sources(self, partial: Partial, rows: Span) -> Iterator[View]:
         """The parts of what waits that some rows of a partial are the sum of."""
         for start, stop in partial.summed:
-            if start <= rows[0] and rows[1] <= stop:
+            if _covers((start, stop), rows):
                 yield self._draft.rows(partial.blank.target, rows)
         for (start, stop), source in partial.waiting:
-            if start <= rows[0] and rows[1] <= stop:
+            if _covers((start, stop), rows):
                 yield self._draft.rows(source, (rows[0] - start, rows[1] - start))
 
     def _write(self, label: str, sources: Sequence[View], target: View, partial: Partial) -> None:
@@ -197,6 +213,10 @@ class _Combiner:
             ops.append(Copy(label, sources[0], target))
         else:
             ops.append(Combine(label, tuple(sources), target, self._by_lse))
+
+
+def _covers(span: Span, rows: Span) -> bool:
+    return span[0] <= rows[0] and rows[1] <= span[1]
 
 
 def _is_plain(view: View) -> bool:

@@ -15,6 +15,7 @@ from tilewise.compiler.code import Home
 from tilewise.compiler.draft import AttendTile, Draft, Held, View
 from tilewise.compiler.facts import Facts
 from tilewise.compiler.ops import Attend, Copy, Merge, RowTables, Table
+from tilewise.compiler.passes.split_calls import split_calls
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan, Side, Tile
 from tilewise.plan.kept import kept_with_plan
@@ -43,8 +44,9 @@ def tiles(draft: Draft, facts: Facts) -> None:
         held = tuple(tuple(x.rows for x in side) for side in op.operands)
         if (op.tile, held) not in known:
             known[op.tile, held] = tuple(table.calls(op.tile, held))  # pyright: ignore
-        for parts in known[op.tile, held]:
-            _attend(draft, facts, op, parts)
+        for whole in known[op.tile, held]:
+            for parts in split_calls(draft, facts, op, whole):
+                _attend(draft, facts, op, parts)
 
 
 def _attend(draft: Draft, facts: Facts, tile: AttendTile, parts: CallParts[np.ndarray]) -> None:
