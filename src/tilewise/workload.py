@@ -23,7 +23,7 @@ from tilewise.arguments import (
 )
 from tilewise.compiler.code import Code
 from tilewise.compiler.codegen import pass_code
-from tilewise.compiler.facts import DEFAULT_TRAITS, CallTraits, kernel_traits
+from tilewise.compiler.facts import CallTraits, device_traits
 from tilewise.compiler.pruning import everything_needed
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
 from tilewise.compiler.row_moves import share_moves
@@ -335,9 +335,7 @@ def plan_code(
     """
     if kernel is not None:
         require_known("kernel", kernel, KERNEL_STYLES)
-    style = LIBRARY_STYLE if kernel is None else KERNEL_STYLES[kernel]
-    cut, waiting = kernel_traits(device, style)
-    traits = DEFAULT_TRAITS._replace(cut=cut, waiting_results=waiting)
+    traits = device_traits(device, LIBRARY_STYLE if kernel is None else KERNEL_STYLES[kernel])
     passes = work.resolve(plan)
     call = CallTraits(keep=passes[1].payload.saved and not backward)
     return pass_code(passes, rank, backward=backward, call=call, traits=traits)

@@ -15,7 +15,7 @@ from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Item, Plan, Role, Side
 from tilewise.plan.payload import Field, HeadGroups, Payload, RowFormat, accumulator
-from tilewise.tiles.call_rows import CallStyle, TileCalls
+from tilewise.tiles.call_rows import LIBRARY_STYLE, CallStyle, TileCalls
 
 SMALL_BYTES = 2**20
 """Up to here a message costs more than a copy of it; beyond, copies are avoided."""
@@ -39,7 +39,7 @@ class CodeTraits(NamedTuple):
     node_size: int | None = None
     takes_teams: bool = False
     sends_in_flight: int | None = LAUNCHES_IN_FLIGHT
-    cut: CallStyle = CallStyle(square_causal=True)
+    cut: CallStyle = LIBRARY_STYLE
     waiting_results: int = 0
 
 
@@ -57,6 +57,12 @@ def kernel_traits(device: str, cut: CallStyle) -> tuple[CallStyle, int]:
     add to partials themselves; on a CPU additions are cheap, and what waits would leave its cache.
     """
     return cut, WAITING_RESULTS if device == "cuda" and not cut.whole_tile else 0
+
+
+def device_traits(device: str, cut: CallStyle = LIBRARY_STYLE) -> CodeTraits:
+    """The traits of loopback, and of NCCL on one node, with a kernel on a device."""
+    cut, waiting = kernel_traits(device, cut)
+    return DEFAULT_TRAITS._replace(cut=cut, waiting_results=waiting)
 
 
 class CallTraits(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from tilewise.plan.ir import Item, Role, Rows, Side, Tile, Transfer
-from tilewise.plan.row_ranges import Ranges
+from tilewise.plan.row_ranges import Ranges, joined_ranges
 
 LAUNCHES_IN_FLIGHT = 1
 """Launches of a lane whose sends are left to themselves.
@@ -117,7 +117,7 @@ def held_ranges(held: Rows | None, wanted: Rows) -> Ranges:
         held: None: all of the shard's rows. Both ascend.
     """
     if held is None:
-        return _joined_ranges(wanted)
+        return joined_ranges(wanted)
     found: list[tuple[int, int]] = []
     offset = at = 0  # at: of the first wanted range that ends after this held one starts
     for start, stop in held:
@@ -129,15 +129,4 @@ def held_ranges(held: Rows | None, wanted: Rows) -> Ranges:
             found.append((offset + first - start, offset + last - start))
             place += 1
         offset += stop - start
-    return _joined_ranges(found)
-
-
-def _joined_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Ranges in order, neighbours as one."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], stop
-        else:
-            joined.append((start, stop))
-    return tuple(joined)
+    return joined_ranges(found)

@@ -139,9 +139,7 @@ def transport_traits(transport: Transport) -> tuple[int, int | None, bool, int |
     )
 
 
-def code_traits(
-    problem: ResolvedCall, transport: Transport, device: torch.device
-) -> CodeTraits:
+def code_traits(problem: ResolvedCall, transport: Transport, device: torch.device) -> CodeTraits:
     """Return the facts of the transport, the device and the kernel that a code depends on."""
     kernel = kernel_traits(device.type, call_style(problem.kernel))
     return CodeTraits(*transport_traits(transport), *kernel)

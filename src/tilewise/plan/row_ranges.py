@@ -81,3 +81,14 @@ def packed_ranges(
     for start, stop in ranges:
         yield (start, stop), (offset, offset + stop - start)
         offset += stop - start
+
+
+def joined_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Ranges in order, neighbours as one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return tuple(joined)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tilewise.arguments import item_bytes
-from tilewise.compiler.facts import DEFAULT_TRAITS
+from tilewise.compiler.facts import device_traits
 from tilewise.layouts.cells import Cell
 from tilewise.masks.tables import PerHead
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Transfer
@@ -30,7 +30,7 @@ from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel, Reach
 from tilewise.simulation.prices import PassPrices, copy_seconds, merge_seconds
 from tilewise.simulation.simulator import MOST_APART
-from tilewise.tiles.call_rows import TileCalls
+from tilewise.tiles.call_rows import LIBRARY_STYLE, TileCalls
 from tilewise.tiles.calls import Kind
 
 Array = np.ndarray
@@ -110,6 +110,8 @@ def _memory_seconds(model: PassModel, option: Option) -> float:
     payload, degree, machine = model.payload(option.degree), option.degree, model.machine
     if payload.whole_rows or option.kind == "balanced_ring":  # of a pair either shard travels
         return 0.0
+    if device_traits(machine.device).waiting_results:
+        return _combining_seconds(model, option)
     rows = min(model.layout.sizes) * degree
     shards = option.shape[:2]
     added: list[int] = []  # bytes of adding a row of a call's results, by side
@@ -130,6 +132,29 @@ def _memory_seconds(model: PassModel, option: Option) -> float:
     merged += pairs * rows * min(added[0] / kv + added[1] / q for q, kv in option.shape.calls)
     merged = max(0.0, merged) * (0.5 if model.alike else 1.0)
     return merge_seconds(machine, merged) + copy_seconds(machine, 2 * packed)
+
+
+def _combining_seconds(model: PassModel, option: Option) -> float:
+    """The same where results wait: each is read once, as what arrives is; what leaves is written.
+
+    Args:
+        option: of a known shape.
+    """
+    payload, machine = model.payload(option.degree), model.machine
+    rows = min(model.layout.sizes) * option.degree
+    made = [_result_bytes(payload, side)[0] for side in Side]
+    shards = option.shape[:2]
+    pairs = shards[0] * shards[1]
+    # a call of q x kv shards has results of q and of kv shards
+    read = pairs * rows * min(made[0] / kv + made[1] / q for q, kv in option.shape.calls)
+    moved = read * (0.5 if model.alike else 1.0)
+    for side in Side:
+        partial_bytes = rows * model.least_share * payload.row_bytes(Item(side, Role.PARTIAL, 0))
+        moved += 2 * (shards[side] - 1) * partial_bytes
+        if option.degree > 1:
+            own_bytes = payload.row_bytes(Item(side, Role.OPERAND, 0))
+            moved += 2 * rows * model.least_share * own_bytes + partial_bytes
+    return min(merge_seconds(machine, moved), copy_seconds(machine, moved))
 
 
 def _compute_seconds(model: PassModel, queries: float, keys: float) -> float:
@@ -177,8 +202,7 @@ def steps_bound(model: PassModel, option: Option) -> StepsBound:
     cells, reach = model.cells(degree, resolved) if unlike else (None, {})
     table = None
     if model.sampled and not unlike:  # trials run whole shards
-        cut = DEFAULT_TRAITS.cut
-        table = TileCalls(resolved.layouts, resolved.mask, resolved.groups, cut)
+        table = TileCalls(resolved.layouts, resolved.mask, resolved.groups, LIBRARY_STYLE)
     tiles = _TileBounds(PassPrices(resolved, model.machine), table, cells, bool(model.alike))
     walk = _StepWalk(model, degree, tiles, reach)
     teams = _some_teams(model, degree, inner.world_size)
@@ -251,9 +275,12 @@ class _TileBounds:
         self._query_sizes = self.layouts[0].sizes
         self._result_bytes = tuple(_result_bytes(self.payload, side) for side in Side)
         self._known: dict[Any, list[_Call]] = {}
+        waits = device_traits(prices.machine.device).waiting_results > 0
+        self._merges = not (waits or self.payload.whole_rows)
 
     def seconds(self, tile: Tile, begun: set[Item]) -> float:
-        """Return the least seconds of a tile's kernels and of adding its results to its partials.
+        """Return the least seconds of a tile's kernels and of adding its results to its partials,
+        where they do not wait.
 
         Args:
             begun: partials that have results of earlier tiles; this tile's are added.
@@ -268,12 +295,10 @@ class _TileBounds:
         for call in calls:
             seconds += self._prices.kernel_seconds(call.queries, call.area)
             for rows, adds, (made, held) in zip(call.rows, added, self._result_bytes, strict=True):
-                if held and (adds or made != held):
+                if held and self._merges and (adds or made != held):
                     moved += rows * (made + (2 if adds else 1) * held)
         if calls:
             begun.update(*both)
-        if self.payload.whole_rows:  # nothing is added
-            return seconds
         return seconds + merge_seconds(self._prices.machine, moved)
 
     def _calls(self, tile: Tile) -> list[_Call]:
@@ -330,10 +355,10 @@ class _TileBounds:
         return copy_seconds(self._prices.machine, 2 * num_bytes)
 
     def merge_seconds(self, num_bytes: float) -> float:
-        """Return the least seconds of adding partials of so many bytes that have arrived."""
-        return (
-            0.0 if self.payload.whole_rows else merge_seconds(self._prices.machine, 3 * num_bytes)
-        )
+        """Return the least seconds of adding partials of so many bytes that have arrived. Where
+        they wait until they are combined, when that is depends on what else waits: none.
+        """
+        return merge_seconds(self._prices.machine, 3 * num_bytes) if self._merges else 0.0
 
     def _area(self, tile: Tile) -> int:
         """Allowed pairs of a tile."""

@@ -218,6 +218,7 @@ def _candidate(
         (forward.symmetry, backward.symmetry),
         (forward.plan, backward.plan),
         forward.model.work,
+        machine.device,
     )
     return Candidate(
         work,

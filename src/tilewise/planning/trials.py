@@ -95,7 +95,8 @@ class Trial:
     @cached_property
     def memory(self) -> PassMemory:
         """Made when it is asked for: most trials are too slow for it to matter."""
-        return PassMemory(self.model.work.resolve(self.plan), backward=self.model.backward)
+        passes, machine = self.model.work.resolve(self.plan), self.model.machine
+        return PassMemory(passes, backward=self.model.backward, device=machine.device)
 
 
 class Trials:

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tilewise.arguments import (
     DtypeName,
@@ -119,6 +119,8 @@ class Machine:
         merge_bandwidth, pack_bandwidth: bytes per second of partials merged, and of rows copied
             into messages and of the passes' own tensors; None: takes no time.
         memory_bytes: per device.
+        device: "cpu" or "cuda": whose code is priced. On a GPU results of kernels wait until they
+            are combined; see docs/gpu.md.
         rack_nodes, across: nodes per rack, and the rack's one link to all others (None: no racks).
         cores, core_sharers: so many kernels at once run at full speed among core_sharers
             neighbouring devices (default: a node's); None: devices share no cores.
@@ -145,6 +147,7 @@ class Machine:
     merge_bandwidth: float | None = None
     pack_bandwidth: float | None = None
     memory_bytes: int = 1 << 50
+    device: Literal["cpu", "cuda"] = "cpu"
     rack_nodes: int | None = None
     across: Link | None = None
     cores: float | None = None

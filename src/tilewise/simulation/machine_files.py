@@ -104,7 +104,7 @@ def _presets() -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class ShortForm:
-    """A machine in eight lines; a file that has peak or best is one.
+    """A machine of GPUs in eight lines; a file that has peak or best is one.
 
     Args:
         peak: FLOP per second of a device by dtype, without sparsity.
@@ -190,6 +190,7 @@ def in_full(tables: Mapping[str, Any]) -> dict[str, Any]:
         "inside": {"bandwidth": form.inside_bandwidth, "latency": form.inside_latency},
         "between": {"bandwidth": form.between_bandwidth, "latency": form.between_latency},
         "memory_bytes": form.memory,
+        "device": "cuda",
         "launch_seconds": form.launch_seconds,
         **_memory(form),
         "source": form.source,

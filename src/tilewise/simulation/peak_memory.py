@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from tilewise.compiler.codegen import pass_code
-from tilewise.compiler.facts import CallTraits
+from tilewise.compiler.facts import CallTraits, device_traits
 from tilewise.compiler.pruning import all_alike
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.layout import zigzag
@@ -42,10 +42,14 @@ class PassMemory:
     Args:
         passes: of a call: what forward keeps is for backward to say.
         backward: which of them.
+        device: "cpu" or "cuda".
     """
 
-    def __init__(self, passes: tuple[ResolvedPass, ResolvedPass], *, backward: bool):
+    def __init__(
+        self, passes: tuple[ResolvedPass, ResolvedPass], *, backward: bool, device: str = "cpu"
+    ):
         self._backward, self._scale = backward, 1.0
+        self._traits = device_traits(device)
         self._prune = passes[1].then is not None
         if self._prune:  # the parts of a pass have plans of their own
             self._passes, self._ranks = passes, range(passes[0].plan.world_size)
@@ -96,7 +100,10 @@ class PassMemory:
 
     def _of_rank(self, rank: int) -> int:
         call = CallTraits(prune=self._prune, keep=self._passes[1].payload.saved)
-        return pass_code(self._passes, rank, backward=self._backward, call=call).peak_bytes
+        code = pass_code(
+            self._passes, rank, backward=self._backward, call=call, traits=self._traits
+        )
+        return code.peak_bytes
 
 
 def _pruned(resolved: ResolvedPass, alike: bool | None) -> tuple[Plan, Sequence[int]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from tilewise.arguments import checks_arguments
 from tilewise.compiler.codegen import joined_draft
 from tilewise.compiler.draft import Draft
-from tilewise.compiler.facts import DEFAULT_TRAITS, CallTraits
+from tilewise.compiler.facts import CallTraits, device_traits
 from tilewise.compiler.pruning import all_alike
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.plan.builder import gc_paused
@@ -54,7 +54,7 @@ class Simulation:
     Attributes:
         forward, backward: timelines; a rank that stands for others is named alone.
         symmetries: of each pass: which rank stands for which.
-        plans, work: what was simulated; memory is counted of them when it is asked for.
+        plans, work, device: what was simulated; memory is counted of them when it is asked for.
     """
 
     forward: Timeline
@@ -62,6 +62,7 @@ class Simulation:
     symmetries: tuple[Symmetry, Symmetry]
     plans: tuple[Plan, Plan]
     work: Workload
+    device: str = "cpu"
 
     @property
     def forward_seconds(self) -> float:
@@ -178,7 +179,10 @@ class Simulation:
     @cached_property
     def _memory(self) -> tuple[PassMemory, PassMemory]:
         passes = self.work.resolve(*self.plans)
-        return PassMemory(passes, backward=False), PassMemory(passes, backward=True)
+        forward, backward = (
+            PassMemory(passes, backward=backward, device=self.device) for backward in (False, True)
+        )
+        return forward, backward
 
     @cached_property
     def _uses(self) -> tuple[dict[int, RankUse], dict[int, RankUse]]:
@@ -223,9 +227,8 @@ def simulate(
         _joined(_run(passes, machine, back, exact, prune), plan, work, machine, back)
         for back in (False, True)
     )
-    return Simulation(
-        forward, backward, (symmetry, backward_symmetry), (plan, backward_plan or plan), work
-    )
+    symmetries, plans = (symmetry, backward_symmetry), (plan, backward_plan or plan)
+    return Simulation(forward, backward, symmetries, plans, work, machine.device)
 
 
 def simulate_pass(
@@ -276,8 +279,10 @@ def _run(
         forward_pass, backward_pass = (one._replace(plan=run_plan) for one in passes)
         ours = forward_pass, backward_pass
 
+    traits = device_traits(machine.device)
+
     def draft_of(rank: int) -> Draft:
-        return joined_draft(ours, rank, backward=backward, call=call, traits=DEFAULT_TRAITS)
+        return joined_draft(ours, rank, backward=backward, call=call, traits=traits)
 
     network = Network(machine, symmetry)
     prices = PassPrices(resolved, machine)

@@ -150,6 +150,7 @@ def _machine(
         tuple(tables),
         **executor,
         memory_bytes=memory_bytes,
+        device="cpu" if settings.device == "cpu" else "cuda",
         source=f"Measured by tilewise calibrate, {torch.get_num_threads()} thread(s) a rank."
         + assumed,
     )

@@ -1,13 +1,12 @@
 """Results of kernel calls wait where the kernel put them, and are combined when they leave.
 
-    a partial            the results and arrivals that were added to it and still wait, and their sum
+    a partial            what was added to it, result by result and arrival by arrival, and waits
     it leaves            what waits is combined into its message
     it is finished       ... into the call's result
-    too much waits       ... into the partial's own memory, which then is one that waits
+    too much waits       ... into the partial's own memory, which is then one of those that wait
 
-Where a device has its kernels' results for nothing but is slow in memory, each of them is then
-written once and read once. The other way, `adopt`, adds each result to its partial at once: a
-partial is read and written again for every call.
+Each result is written once and read once. The other way, `adopt`, adds each to its partial at once:
+then a partial is read and written again for every call, which a GPU's memory is too slow for.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from tilewise.compiler.code import Home
 from tilewise.compiler.draft import AttendTile, Draft, DraftOp, View
 from tilewise.compiler.facts import Facts
 from tilewise.compiler.ops import Combine, Copy, Fill, Merge, reads, writes
@@ -188,10 +186,7 @@ class _Combiner:
         whole = 0, self._draft.buffers[number].num_rows
         spans = [*(x.rows for x in partial.waiting), *partial.summed, whole, edges or whole]
         cuts = sorted({edge for span in spans for edge in span})
-        return [
-            _Segment(rows, tuple(self._sources(partial, rows)))
-            for rows in pairwise(cuts)
-        ]
+        return [_Segment(rows, tuple(self._sources(partial, rows))) for rows in pairwise(cuts)]
 
     def _sources(self, partial: Partial, rows: Span) -> Iterator[View]:
         """The parts of what waits that some rows of a partial are the sum of."""

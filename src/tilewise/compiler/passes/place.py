@@ -25,7 +25,17 @@ from tilewise.compiler.draft import (
     strides_of,
 )
 from tilewise.compiler.facts import Facts
-from tilewise.compiler.ops import Attend, Combine, Copy, Decode, Encode, Op, Post, Wait, operand_places
+from tilewise.compiler.ops import (
+    Attend,
+    Combine,
+    Copy,
+    Decode,
+    Encode,
+    Op,
+    Post,
+    Wait,
+    operand_places,
+)
 from tilewise.compiler.placement import Departures, placed
 from tilewise.plan.payload import STATISTICS, Field, RowFormat
 

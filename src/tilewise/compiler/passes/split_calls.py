@@ -7,7 +7,7 @@ combine. Of both sides of a call, each is copied or cut, whichever moves fewer b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, product
+from itertools import chain, pairwise, product
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from tilewise.compiler.draft import AttendTile, Draft, Held
 from tilewise.compiler.facts import Facts
 from tilewise.plan.ir import Side
 from tilewise.plan.payload import STATISTICS
-from tilewise.plan.row_ranges import Ranges, row_index, to_ranges
+from tilewise.plan.row_ranges import Ranges, joined_ranges, packed_ranges
 from tilewise.tiles.call_rows import CallParts, RowSelection, is_range
 from tilewise.tiles.calls import KernelCall, Kind
 
@@ -36,9 +36,7 @@ def split_calls(draft: Draft, facts: Facts, tile: AttendTile, parts: Parts) -> I
     if not full or not facts.combines(draft):
         yield parts
         return
-    q, k = (
-        _pieces(draft, tile.operands[side], parts[1 + side]) for side in Side
-    )  # pyright: ignore
+    q, k = (_pieces(draft, tile.operands[side], parts[1 + side]) for side in Side)  # pyright: ignore
     cuts = _cheapest(draft, facts, tile, (q, k))
     if not any(cuts):
         yield parts
@@ -60,7 +58,7 @@ def _pieces(
     if not all(is_range(x.call) and is_range(x.block) for x in selections):
         return [[*selections]]
     pieces = [[selections[0]]]
-    for before, one in zip(selections, selections[1:], strict=False):
+    for before, one in pairwise(selections):
         beside = all(
             draft.side_by_side([draft.rows(a, before.block), draft.rows(b, one.block)])  # pyright: ignore
             for a, b in zip(held[before.shard].views, held[one.shard].views, strict=True)
@@ -79,7 +77,10 @@ def _cheapest(
     numbers = [len(x) for x in pieces]
     if max(numbers) == 1:
         return False, False
-    rows = [[sum(_num_rows(draft, tile.operands[side], x) for x in one) for one in pieces[side]] for side in Side]
+    rows = [
+        [sum(_num_rows(draft, tile.operands[side], x) for x in one) for one in pieces[side]]
+        for side in Side
+    ]
     heads = facts.payload.heads(Side.Q)
     found: list[tuple[float, tuple[bool, ...]]] = []
     for cuts in product(*((False, True) if number > 1 else (False,) for number in numbers)):
@@ -95,7 +96,7 @@ def _cheapest(
                     draft.num_bytes(draft.rows(x, (0, 1))) for x in tile.operands[side][0].views
                 )
                 moved += 2 * sum(rows[side]) * operand
-        # A kernel works on blocks of rows whose results it has: of queries, in backward of keys too.
+        # Kernels share out blocks of the rows that have results: queries, in backward keys too.
         alone = (side for side in Side if cuts[side] and (side is Side.Q or facts.payload.backward))
         if all(min(rows[side]) * heads >= FULL_DEVICE for side in alone):
             found.append((moved + (num_calls - 1) * CALL_BYTES, cuts))
@@ -120,11 +121,20 @@ def _call_of(
     selections: Selections, ranges: Ranges
 ) -> tuple[tuple[RowSelection[np.ndarray], ...], Ranges]:
     """Some rows of a call as those of a call of its own, and which of the tile's rows they are."""
-    rows = row_index(ranges)
-    mine = [rows if x.call is None else rows[x.call] for x in selections]
-    starts = [*accumulate(map(len, mine), initial=0)]
-    of_call = tuple(
-        one._replace(call=None if len(mine) == 1 else slice(start, start + len(own)))
-        for one, own, start in zip(selections, mine, starts, strict=False)
-    )
-    return of_call, to_ranges(np.concatenate(mine))
+    if len(selections) == 1 and selections[0].call is None:
+        return tuple(selections), ranges
+    found: list[RowSelection[np.ndarray]] = []
+    mine: list[tuple[int, int]] = []
+    begin = 0
+    for one in selections:
+        assert isinstance(one.call, slice)
+        end = begin + one.call.stop - one.call.start
+        found.append(one._replace(call=slice(begin, end)))
+        for (start, _), (first, last) in packed_ranges(ranges):
+            low, high = max(first, one.call.start), min(last, one.call.stop)
+            if low < high:
+                mine.append((start + low - first, start + high - first))
+        begin = end
+    if len(found) == 1:
+        found = [found[0]._replace(call=None)]
+    return tuple(found), joined_ranges(mine)

@@ -51,18 +51,22 @@ def combine_rows(
     num = math.prod(into.shape[:3])
     if not num:
         return
-    stepped = [in_steps([view_of(x)]) for x in (*parts, into)]
-    steps = tuple(step for _, step in stepped)
-    places = [(*view[1:], x.stride(3)) for ((view,), _), x in zip(stepped, (*parts, into))]
-    rows, batches, heads, columns = (tuple(x) for x in zip(*places))
-    lse_places = tuple(zip(*(x.stride() for x in (*lses, lse_into)))) if lses else ((),) * 3
+    places, steps = list[tuple[int, ...]](), list[int]()
+    for x in (*parts, into):
+        (view,), step = in_steps([view_of(x)])
+        places.append((*view[1:], x.stride(3)))
+        steps.append(step)
+    statistics = () if lse_into is None else (*lses, lse_into)
+    lse_strides = [x.stride() for x in statistics]
     with torch.cuda.device_of(into):
         _combine[(triton.cdiv(num, _BLOCK),)](  # pyright: ignore[reportCallIssue]
-            *((*parts, into), (*lses, lse_into) if lses else ()),
-            *(rows, batches, heads, columns, *lse_places, num, *into.shape[1:3]),
+            *((*parts, into), statistics),
+            *(tuple(x[i] for x in places) for i in range(4)),
+            *(tuple(x[i] for x in lse_strides) for i in range(3)),
+            *(num, *into.shape[1:3]),
             COUNT=len(parts),
-            STEPS=steps,
-            BY_LSE=len(lses) > 0,
+            STEPS=tuple(steps),
+            BY_LSE=lse_into is not None,
             ACC=tl.float64 if torch.float64 in {x.dtype for x in (*parts, into)} else tl.float32,
             HEAD_DIM=into.shape[3],
             WIDTH=triton.next_power_of_2(into.shape[3]),
