@@ -35,7 +35,7 @@ class FakeCuda:
         monkeypatch.setattr(streams, "STREAMED", ())
         monkeypatch.setattr(torch.cuda, "device_of", lambda x: nullcontext())
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        for module, name in ((merge, "_merge"), (delta, "_put")):
+        for module, name in ((merge, "_merge"), (merge, "_combine"), (delta, "_put")):
             monkeypatch.setattr(module, name, Launches(getattr(module, name), self.launches))
         kernels = [Launches(kernel, self.launches) for kernel in triton_slices._kernels()]
         monkeypatch.setattr(triton_slices, "_kernels", lambda: kernels)

@@ -12,6 +12,7 @@ from cuda_model.watched import Watch, WatchedKernel
 from torch import Tensor
 
 import tilewise as tw
+from tilewise.execution import forward_backward
 from tilewise.execution import run as running
 from tilewise.transport import process_group
 from tilewise.transport.loopback import LoopbackGroup
@@ -54,9 +55,16 @@ class Case(NamedTuple):
         return self.make_layout(TOKENS, self.plan.world_size)
 
 
-def adopt(monkeypatch: Any, adopts: bool) -> None:
-    """Let what kernels return become partial results, as on a CPU, or not, as on a GPU."""
-    monkeypatch.setattr(running, "ADOPTING_DEVICES", ("cpu",) if adopts else ())
+RESULTS = "wait", "write", "adopt"
+
+
+def keep_results(monkeypatch: Any, how: str) -> None:
+    """Let what kernels return wait until it is combined, as on a GPU; or be written to partial
+    results, as Triton's are there; or become partial results, as on a CPU.
+    """
+    monkeypatch.setattr(running, "ADOPTING_DEVICES", ("cpu",) if how == "adopt" else ())
+    waiting = 2 if how == "wait" else 0
+    monkeypatch.setattr(forward_backward, "kernel_traits", lambda _, cut: (cut, waiting))
 
 
 def over_nccl(monkeypatch: Any, device: PlayedDevice, node_size: int | None, **options: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from cuda_model.played_cuda import PlayedDevice, play
-from cuda_model.race_cases import ONE_WAY, Case, adopt, over_nccl, run
+from cuda_model.race_cases import ONE_WAY, Case, keep_results, over_nccl, run
 
 import tilewise as tw
 from tilewise.compiler import placement
@@ -76,7 +76,7 @@ NCCL_SEEDS = {
 
 
 def plant(monkeypatch: Any, seed: tuple[Any, ...]) -> None:
-    adopt(monkeypatch, False)
+    keep_results(monkeypatch, "write")
     seeded(monkeypatch, *seed)
     monkeypatch.setattr(loopback, "forked", streams.forked)
     for module in (loopback, workspace):

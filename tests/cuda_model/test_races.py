@@ -16,11 +16,12 @@ from cuda_model.race_cases import (
     MASKS,
     NODES,
     PLANS,
+    RESULTS,
     TOKENS,
     WIDTH,
     Case,
-    adopt,
     case_of,
+    keep_results,
     over_nccl,
     run,
 )
@@ -42,9 +43,9 @@ def crossed() -> Iterator[Any]:
 
 
 def crossed_with(plan: str, often_alone: bool) -> Iterator[Any]:
-    for where, adopts in product(ENDS, (False, True)):
-        often = (where, plan) in OFTEN or (not adopts and where == "one lane" and often_alone)
-        yield pytest.param(plan, where, adopts, marks=[] if often else [pytest.mark.slow])
+    for where, how in product(ENDS, RESULTS):
+        often = (where, plan) in OFTEN or (how == "wait" and where == "one lane" and often_alone)
+        yield pytest.param(plan, where, how, marks=[] if often else [pytest.mark.slow])
 
 
 @pytest.fixture
@@ -52,9 +53,9 @@ def device(monkeypatch) -> PlayedDevice:
     return play(monkeypatch)
 
 
-@pytest.mark.parametrize(("plan", "where", "adopts"), [*crossed()])
-def test_no_strategy_has_a_race(plan, where, adopts, device, monkeypatch):
-    adopt(monkeypatch, adopts)
+@pytest.mark.parametrize(("plan", "where", "how"), [*crossed()])
+def test_no_strategy_has_a_race(plan, where, how, device, monkeypatch):
+    keep_results(monkeypatch, how)
     run(case_of(plan), device, transports(where, plan, device, monkeypatch))
     assert device.races == [] and device.operations > 100
 
@@ -72,7 +73,7 @@ def transports(where: str, plan: str, device: PlayedDevice, monkeypatch: Any) ->
 @pytest.mark.parametrize("plan", PLANS)
 def test_nccl_gives_what_loopback_gives(plan, mask, device, monkeypatch):
     """Also where the host waits for every batch, as when NCCL connects two ranks."""
-    adopt(monkeypatch, False)
+    keep_results(monkeypatch, "wait")
     case = Case(PLANS[plan], MASKS[mask])
     want = run(case, device)
     for node_size in {None, NODES.get(plan)}:
@@ -94,14 +95,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_options_have_no_race(variant, device, monkeypatch):
-    adopt(monkeypatch, False)
+    keep_results(monkeypatch, "wait")
     case = Case(tw.mesh(4, q_tile=4), MASKS["by head"], options=VARIANTS[variant])
     run(case, device, over_nccl(monkeypatch, device, 2, blocking=False))
     assert device.races == [] and device.operations > 100
 
 
 def test_kernels_that_take_whole_tiles_have_no_race(device, monkeypatch):
-    adopt(monkeypatch, False)
+    keep_results(monkeypatch, "write")
     kernel = WatchedKernel(tw.kernel("reference"), device, whole_tile=True)
     run(Case(tw.mesh(4, q_tile=2), MASKS["documents"]), device, kernel=kernel)
     assert device.races == []
@@ -109,7 +110,7 @@ def test_kernels_that_take_whole_tiles_have_no_race(device, monkeypatch):
 
 @pytest.mark.parametrize("nccl", [False, True], ids=["loopback", "nccl"])
 def test_a_graph_takes_in_all_streams_and_nothing_from_before(nccl, device, monkeypatch):
-    adopt(monkeypatch, False)
+    keep_results(monkeypatch, "wait")
     transport = over_nccl(monkeypatch, device, 2, blocking=False) if nccl else None
     case = Case(PLANS["double ring"], MASKS["documents"], passes=3)
     kernel = WatchedKernel(tw.kernel("cpu"), device)

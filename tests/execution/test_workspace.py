@@ -200,7 +200,7 @@ def test_passes_take_the_bytes_that_their_workload_says(plan, number, monkeypatc
         codes = []
         for backward in (False, True):
             call = CallTraits(keep=passes[1].payload.saved and not backward)
-            traits = code_traits(case.problem, case.transport)
+            traits = code_traits(case.problem, case.transport, CPU)
             rank = case.transport.rank
             codes.append(pass_code(passes, rank, backward=backward, call=call, traits=traits))
         mine = [

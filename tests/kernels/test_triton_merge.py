@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 PROGRAM = """
 import warnings
 import torch
-from tilewise.kernels.merge import merge_into
-from tilewise.kernels.triton.merge import merge_rows
+from tilewise.kernels.merge import add_up, combine, merge_into
+from tilewise.kernels.triton.merge import combine_rows, merge_rows
 warnings.filterwarnings("ignore", "divide by zero")
 for dtype, narrow, bound in ((torch.float32, torch.float16, 2e-6), (torch.float64,) * 2 + (4e-15,)):
     torch.manual_seed(0)
@@ -27,6 +27,25 @@ for dtype, narrow, bound in ((torch.float32, torch.float16, 2e-6), (torch.float6
     assert (acc - want[0]).abs().max() <= bound
     assert torch.equal(lse == -torch.inf, want[1] == -torch.inf)
     assert (lse - want[1]).nan_to_num(0.0).abs().max() <= bound
+    for num in (1, 2, 3, 5):  # of any dtypes, into one of them
+        dtypes = [(dtype, narrow)[i % 2] for i in range(num)]
+        parts = [torch.randn(37, 2, 3, 24).to(x) for x in dtypes]
+        parts[-1] = torch.randn(37, 2, 3, 40).to(dtypes[-1])[..., 8:32]
+        lses = [torch.randn(37, 2, 3, dtype=dtype) for _ in parts]
+        for x, y in zip(parts, lses):
+            x[0], y[0] = 0.0, -torch.inf
+        lses[0][5], parts[0][5] = -torch.inf, 0.0
+        wanted = [(x.clone(), y.clone()) for x, y in zip(parts, lses)]
+        want, total = [x.clone() for x in wanted[0]], wanted[0][0].clone()
+        combine(wanted, want)
+        add_up([x for x, _ in wanted], total)
+        own = parts[0].clone()
+        combine_rows([own, *parts[1:]], own)
+        assert (own - total).abs().max() <= bound
+        combine_rows(parts, parts[0], lses, lses[0])
+        assert (parts[0] - want[0]).abs().max() <= bound
+        assert torch.equal(lses[0] == -torch.inf, want[1] == -torch.inf)
+        assert (lses[0] - want[1]).nan_to_num(0.0).abs().max() <= bound
 print("same")
 """
 
@@ -34,7 +53,8 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tilewise.kernels.triton.merge import _merge
+import triton.language as tl
+from tilewise.kernels.triton.merge import _combine, _merge
 given = {"OLD_STEP": 4, "HEAD_DIM": 128, "WIDTH": 128, "BLOCK": 64}
 given |= {"oa_column": 1, "o_column": 1}  # as Triton takes a stride of 1
 aligned = {(i,): [["tt.divisibility", 16]] for i in range(4)}
@@ -45,6 +65,25 @@ for arch, step in ((90, 2), (90, 8), (100, 2)):  # packed rows of odd and of fou
     source = ASTSource(_merge, types, given, aligned)
     ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32)).asm["ptx"]
     assert "ld.global.v4" in ptx and "global.b16" not in ptx
+    assert "bar.sync" in ptx[ptx.rindex("ld.global") : ptx.index("st.global")]
+for count, by_lse in ((4, True), (5, False)):
+    num = count + 1
+    statistics = ("*fp32",) * num if by_lse else ()
+    strides = ("i32",) * num
+    types = {"parts": ("*bf16",) * count + ("*fp32",), "lses": statistics}
+    types |= {x: strides for x in ("rows", "batches", "heads")}
+    types |= {"columns": ("constexpr",) * num}
+    types |= {x: strides[: len(statistics)] for x in ("lse_rows", "lse_batches", "lse_heads")}
+    types |= {x: "i32" for x in ("num", "num_batch", "num_heads")}
+    given = {"COUNT": count, "STEPS": (8,) * num, "BY_LSE": by_lse, "ACC": tl.float32}
+    given |= {"HEAD_DIM": 128, "WIDTH": 128, "BLOCK": 64}
+    types |= dict.fromkeys(given, "constexpr")
+    columns = _combine.arg_names.index("columns")
+    given |= {(columns, i): 1 for i in range(num)}
+    aligned = {(0, i): [["tt.divisibility", 16]] for i in range(num)}
+    source = ASTSource(_combine, types, given, aligned)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert "ld.global.v4" in ptx and "st.global.v4" in ptx and "global.b16" not in ptx
     assert "bar.sync" in ptx[ptx.rindex("ld.global") : ptx.index("st.global")]
 print("compiled")
 """

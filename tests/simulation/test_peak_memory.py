@@ -9,13 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from support.bound_passes import Case, on_ranks
-from support.thinned import thinned
 
 import tilewise as tw
 from tilewise.compiler.codegen import DEFAULT_TRAITS, CallTraits, CodeTraits, pass_code
@@ -23,7 +21,6 @@ from tilewise.compiler.resolved import ResolvedPass
 from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.workspace import Workspace
 from tilewise.plan.ir import find_symmetry
-from tilewise.simulation import peak_memory
 from tilewise.simulation.halves import halves_of
 from tilewise.simulation.peak_memory import PassMemory
 from tilewise.tiles.call_rows import CallStyle
@@ -205,18 +202,6 @@ def test_keys_may_have_a_layout_of_their_own(plan, monkeypatch):
         monkeypatch, plan, tw.Causal(), q_layout, kv_layout=kv_layout, heads=(4, 2, 16)
     ):
         assert counted == measured
-
-
-LARGE = product(
-    (tw.Full(), tw.Causal()), (tw.all_gather(4), tw.attention2d(2, 2), tw.mesh(4, q_tile=2))
-)
-
-
-@pytest.mark.parametrize(("mask", "plan"), thinned(LARGE), ids=repr)
-def test_large_shards_are_counted_in_small(plan, mask, monkeypatch):
-    layout = tw.zigzag(4 * 1000, 4)
-    monkeypatch.setattr(peak_memory, "SMALL_SHARD", 512)
-    check(monkeypatch, (plan, mask, layout), (2, 1, 16), save="replay")
 
 
 @pytest.mark.parametrize("n", [8, 16])

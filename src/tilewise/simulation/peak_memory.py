@@ -19,14 +19,8 @@ from tilewise.compiler.codegen import pass_code
 from tilewise.compiler.facts import CallTraits, device_traits
 from tilewise.compiler.pruning import all_alike
 from tilewise.compiler.resolved import ResolvedPass
-from tilewise.layouts.layout import zigzag
-from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan, find_symmetry
 from tilewise.simulation.halves import EXACT_RANKS, halves_of
-
-SMALL_SHARD = 1024
-"""Rows. Equal shards under a full or a causal mask are counted at this size, where tiles are cut as
-those of larger shards are, and scaled: every buffer's bytes go with a shard's rows."""
 
 LIKE_RANKS = 16
 """Up to this many ranks that differ only in the halves of shards that they move are all counted. Of
@@ -48,37 +42,27 @@ class PassMemory:
     def __init__(
         self, passes: tuple[ResolvedPass, ResolvedPass], *, backward: bool, device: str = "cpu"
     ):
-        self._backward, self._scale = backward, 1.0
-        self._traits = device_traits(device)
+        self._backward, self._traits = backward, device_traits(device)
         self._prune = passes[1].then is not None
         if self._prune:  # the parts of a pass have plans of their own
             self._passes, self._ranks = passes, range(passes[0].plan.world_size)
             return
         resolved = passes[backward]
         plan, mask, layouts, *_ = resolved
-        alike, size = all_alike(plan, mask, layouts), layouts[0].size(0)
-        scales = mask in (Full(), Causal())
-        if alike is not None and scales and size > SMALL_SHARD:
-            self._scale = size / SMALL_SHARD
-            layout = zigzag(SMALL_SHARD * plan.world_size, plan.world_size)
-            resolved = resolved._replace(layouts=(layout, layout))
-        pruned, self._ranks = _pruned(resolved, alike)
-        forward_pass, backward_pass = (
-            resolved_pass._replace(plan=pruned, layouts=resolved.layouts)
-            for resolved_pass in passes
-        )
+        pruned, self._ranks = _pruned(resolved, all_alike(plan, mask, layouts))
+        forward_pass, backward_pass = (one._replace(plan=pruned) for one in passes)
         self._passes = forward_pass, backward_pass
 
     @cached_property
     def peak_bytes(self) -> int:
         """Memory of the rank that needs most."""
-        return round(self._scale * max(map(self._of_rank, self._ranks)))
+        return max(map(self.of_rank, self._ranks))
 
     def fits(self, memory: float) -> bool:
         """Return whether no rank needs more than this memory; that takes less time than to find
         what they need.
         """
-        return all(self._scale * self._of_rank(rank) <= memory for rank in self._ranks)
+        return all(self.of_rank(rank) <= memory for rank in self._ranks)
 
     def sample(self, num_ranks: int) -> int:
         """Return the most that one of a few ranks needs: those that receive most in forward.
@@ -92,13 +76,10 @@ class PassMemory:
             return sum(resolved.transfer_bytes(x) for step in steps for x in step.recvs)
 
         ranks = sorted(self._ranks, key=received, reverse=True)[:num_ranks]
-        return round(self._scale * max(map(self._of_rank, ranks)))
+        return max(map(self.of_rank, ranks))
 
     def of_rank(self, rank: int) -> int:
         """Return the memory of one rank."""
-        return round(self._scale * self._of_rank(rank))
-
-    def _of_rank(self, rank: int) -> int:
         call = CallTraits(prune=self._prune, keep=self._passes[1].payload.saved)
         code = pass_code(
             self._passes, rank, backward=self._backward, call=call, traits=self._traits

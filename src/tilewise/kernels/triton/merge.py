@@ -71,6 +71,7 @@ def combine_rows(
             HEAD_DIM=into.shape[3],
             WIDTH=triton.next_power_of_2(into.shape[3]),
             BLOCK=_BLOCK,
+            enable_fp_fusion=True,  # pyright: ignore[reportCallIssue]
         )
 
 
