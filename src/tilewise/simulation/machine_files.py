@@ -92,7 +92,9 @@ def preset_tables(name: str) -> dict[str, Any] | None:
         return None
     node = dict(presets["machine"][name])
     device = dict(presets["device"][node.pop("device")])
-    speeds = f"Speeds mean the kernel {device.pop('kernel')}."
+    kernel = device.pop("kernel")
+    device["device"] = "cpu" if kernel == "cpu" else "cuda"
+    speeds = f"Speeds mean the kernel {kernel}."
     node["source"] = f"{device['source']} {speeds} {node.get('source', presets['assumed'])}"
     return {"name": name, "half": presets["half"], **device, **node}
 
