@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tilewise.arguments import positive_number
+from tilewise.arguments import positive_number, whole_number
 from tilewise_verify.causes import CAUSES, FIXES
 from tilewise_verify.parity import ParityReport, parity, place
 from tilewise_verify.records import forget_runs
@@ -66,6 +66,7 @@ def checked(
         nonlocal model, inputs, note
         if seconds is not None:
             positive_number("seconds", seconds)
+            whole_number("world_size", options["world_size"])
             model, inputs, note = small_step(model, inputs, options["world_size"], seconds)
         return parity(model, inputs, timeout=SHARE_OF_PARITY * limit, **options)
 

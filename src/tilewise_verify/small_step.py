@@ -59,7 +59,7 @@ def small_step(
     if small.config._attn_implementation != config._attn_implementation:
         small.set_attn_implementation(config._attn_implementation)
     most = min(num_tokens, POSITIONS)
-    kept = most if most == num_tokens else most - most % (2 * world_size)
+    kept = num_tokens if most == num_tokens else most - most % (2 * world_size) or most
     sizes = [(name, getattr(config, name, 0), getattr(small.config, name, 0)) for name in SHOWN]
     changed = [*sizes, ("tokens", num_tokens, kept)]
     listed = ", ".join(f"{name} {old} -> {new}" for name, old, new in changed if old != new)
@@ -75,7 +75,11 @@ def _expected_seconds(model: nn.Module, inputs: Mapping[str, Any]) -> float:
     x @ x
     flops_per_second = 2 * PROBE**3 / (time.perf_counter() - start)
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    rows = max(x.numel() for x in inputs.values() if isinstance(x, Tensor))
+    rows = max(
+        x[..., 0].numel() if x.is_floating_point() else x.numel()
+        for x in inputs.values()
+        if isinstance(x, Tensor) and x.ndim
+    )
     step = 6 * numbers * rows / flops_per_second + 4 * numbers / BYTES_PER_SECOND
     return START_SECONDS + RUNS * step
 
