@@ -92,7 +92,8 @@ order_sensitive_layer | Give this layer rows in the order of the sequence, and t
 missing_all_reduce | Sum this parameter's gradient over the ranks, as those of the others.
 unknown | Look at the first module that differs: its inputs, and what it is told of the split.
 """
-FIXES = MappingProxyType(dict(row.split(" | ") for row in FIX_TABLE.strip().splitlines()))
+FIX_ROWS = tuple(row.partition(" | ") for row in FIX_TABLE.strip().splitlines())
+FIXES = MappingProxyType({cause: fix for cause, _, fix in FIX_ROWS})
 """What to change in the split, by cause, in a sentence."""
 
 EXTRA = "{extra:,} pairs attended that {asked} forbids (first: {extra_first})"

@@ -59,19 +59,20 @@ def checked(
     Args:
         options: of tw.parity: split, world_size, backend.
     """
-    limit = max(TIMEOUT, seconds or 0.0) if timeout is None else timeout
     note = ""
 
     def compare() -> ParityReport:
         nonlocal model, inputs, note
         if seconds is not None:
-            positive_number("seconds", seconds)
-            whole_number("world_size", options["world_size"])
             model, inputs, note = small_step(model, inputs, options["world_size"], seconds)
         return parity(model, inputs, timeout=SHARE_OF_PARITY * limit, **options)
 
     try:
-        positive_number("timeout", limit, ": seconds")
+        whole_number("world_size", options["world_size"])
+        for name, value in (("seconds", seconds), ("timeout", timeout)):
+            if value is not None:
+                positive_number(name, value)
+        limit = max(TIMEOUT, seconds or 0.0) if timeout is None else timeout
         report = _within(limit, compare)
     except Exception as error:  # whatever the model's code raises
         return Checked(None, _lines([f"cp_parity cannot compare: {_reason(error)}", note]), note)
@@ -91,7 +92,7 @@ def _verdict(report: ParityReport) -> str:
 def _told(report: ParityReport, world_size: int) -> list[str]:
     """Lines of a report: the first layer, the cause, its evidence, the fix, then the rest."""
     if report.equal or report.failures:
-        return [f"world_size {world_size}: {str(report).partition(chr(10))[0]}"]
+        return [f"world_size {world_size}: {str(report).splitlines()[0]}"]
     first, *others = report.findings
     lines = [
         f"{_verdict(report)}: with world_size {world_size} the model is not the unsplit one",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tilewise_verify.ranks import Split
 
 RESULTS = pytest.StashKey[list[dict[str, str]]]()
-"""Results of one test, or on the configuration those of all tests, in the order of the calls."""
+"""Results of one test's calls, in their order: text, svg and note of each."""
 
 
 class CpParity(Protocol):
@@ -51,7 +51,6 @@ def pytest_configure(config: pytest.Config) -> None:
     page = config.getoption("--cp-parity")
     if page is not None and not page.absolute().parent.is_dir():
         raise pytest.UsageError(f"--cp-parity={page}: there is no folder {page.absolute().parent}")
-    config.stash[RESULTS] = []
 
 
 @pytest.fixture
@@ -109,7 +108,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Put a test's results into its report, which xdist's workers send to the main process."""
     report = yield
-    if call.when == "call" and RESULTS in item.stash:
+    if call.when != "teardown" and RESULTS in item.stash:
         report.cp_parity = item.stash[RESULTS]  # pyright: ignore[reportAttributeAccessIssue]
     return report
 
@@ -120,7 +119,8 @@ def pytest_terminal_summary(
 ) -> Generator[None, None, None]:
     """Write the page, and say which models were made smaller."""
     yield
-    reports = [x for kind in ("passed", "failed") for x in terminalreporter.getreports(kind)]
+    kinds = ("passed", "failed", "error", "xfailed", "xpassed")
+    reports = [report for kind in kinds for report in terminalreporter.getreports(kind)]
     tests = [(x.nodeid, part) for x in reports for part in getattr(x, "cp_parity", ())]
     lines = [f"{nodeid}: {part['note']}" for nodeid, part in tests if part["note"]]
     page = config.getoption("--cp-parity")

@@ -250,7 +250,7 @@ def text_of(report: ParityReport) -> str:
 
 
 def test_every_cause_has_a_fix():
-    assert [*FIXES] and {*FIXES} == {*CAUSES}
+    assert {*FIXES} == {*CAUSES}
 
 
 def test_a_budget_makes_a_model_of_transformers_smaller_and_says_so():
@@ -283,6 +283,22 @@ def test_a_budget_that_no_other_model_can_keep_is_refused_in_a_line():
     options = {"split": rows_of_rank, "world_size": 2, "backend": "loopback"}
     text = checked(Sum(), {"x": torch.rand(T, 4)}, seconds=0.01, **options).text
     assert "Sum is no model of transformers" in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"seconds": "soon"}, "seconds ('soon') must be"),
+        ({"timeout": 0}, "timeout (0) must be"),
+        ({"world_size": 0}, "world_size (0) must be"),
+        ({"backend": "nccl"}, "backend 'nccl' is not known"),
+    ],
+    ids=lambda x: "" if isinstance(x, str) else next(iter(x)),
+)
+def test_wrong_arguments_are_refused_in_a_line(options, words):
+    usual = {"split": rows_of_rank, "world_size": 2, "backend": "loopback"}
+    text = checked(Sum(), {"x": torch.rand(T, 4)}, **{**usual, **options}).text
+    assert words in text and "\n" not in text, text
 
 
 def tilewise_share(model: Any, inputs: Any, rank: int, group: Any) -> Any:
