@@ -141,7 +141,8 @@ def parity(
         backend: "gloo": local processes; "loopback": threads; None: the world of torchrun if this
             process is in one of this size, else gloo (split None: loopback).
     Raises:
-        ValueError: if the unsplit model cannot be compared: no loss, no tokens, random.
+        ValueError: if the unsplit model cannot be compared: no copy, no loss, no tokens, random;
+            or if split returns no loss, or runs the whole sequence on every rank.
     """
     whole_number("world_size", world_size, most=MOST_THREADS)
     positive_number("timeout", timeout, ": seconds")

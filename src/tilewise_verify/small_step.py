@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise_verify.hf_shrink import POSITIONS, VOCABULARY
+from tilewise_verify.parity import num_tokens_of
 
 START_SECONDS = 8.0  # for the ranks to start
 RUNS = 40  # of the unsplit model, as long as those of parity and a diagnosis take
@@ -38,8 +39,6 @@ def small_step(
     Raises:
         ValueError: if it takes longer, and the model or an input cannot be made smaller.
     """
-    from tilewise_verify.parity import num_tokens_of
-
     num_tokens = num_tokens_of(inputs)
     expected = _expected_seconds(model, inputs)
     if expected <= seconds:
@@ -55,7 +54,7 @@ def small_step(
 
     with torch.random.fork_rng(devices=[]):
         small = tiny_model(type(model), config)
-    small = small.to(model.dtype).train(model.training)
+    small = small.to(model.device, model.dtype).train(model.training)
     if small.config._attn_implementation != config._attn_implementation:
         small.set_attn_implementation(config._attn_implementation)
     most = min(num_tokens, POSITIONS)
@@ -69,7 +68,7 @@ def small_step(
 
 def _expected_seconds(model: nn.Module, inputs: Mapping[str, Any]) -> float:
     """Seconds of parity, from the model's size and one matrix product on this machine."""
-    x = torch.rand(PROBE, PROBE)
+    x = torch.ones(PROBE, PROBE)
     torch.mm(x, x)  # the first one starts threads
     start = time.perf_counter()
     torch.mm(x, x)
