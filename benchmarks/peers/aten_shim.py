@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from benchmarks.peers import flash_attn_shim
+from tilewise_verify import flash_attn_shim
 
 
 def provide() -> Library:

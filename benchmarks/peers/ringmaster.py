@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tilewise as tw
-from benchmarks.peers import flash_attn_shim
 from benchmarks.peers.adapter import (
     Adapter,
     CannotRunError,
@@ -29,6 +28,7 @@ from benchmarks.peers.adapter import (
 from benchmarks.peers.usp import heads_split
 from tilewise.layouts.layout import Layout
 from tilewise_tools.bench.case import BenchCase
+from tilewise_verify import flash_attn_shim
 
 KERNEL = "tilewise_peers_flash"  # in transformers' table of attention functions
 ULYSSES, ALL_GATHER, P2P = "ulysses", "ring allgather", "ring p2p"

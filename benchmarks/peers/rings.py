@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from benchmarks.peers import flash_attn_shim
 from benchmarks.peers.adapter import (
     Adapter,
     CannotRunError,
@@ -28,6 +27,7 @@ from benchmarks.peers.adapter import (
 )
 from tilewise.layouts.layout import Layout
 from tilewise_tools.bench.case import BenchCase
+from tilewise_verify import flash_attn_shim
 
 
 @dataclass(frozen=True)

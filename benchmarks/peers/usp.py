@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tilewise as tw
-from benchmarks.peers import flash_attn_shim
 from benchmarks.peers.adapter import (
     Adapter,
     CannotRunError,
@@ -21,6 +20,7 @@ from benchmarks.peers.adapter import (
 )
 from tilewise.layouts.layout import Layout
 from tilewise_tools.bench.case import BenchCase
+from tilewise_verify import flash_attn_shim
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Stand-ins for what other libraries' code imports or asks of a device, on a machine without one.
 
-flash_attn is computed by our CPU kernel (`benchmarks.peers.flash_attn_shim`), devices named cuda
+flash_attn is computed by our CPU kernel (`tilewise_verify.flash_attn_shim`), devices named cuda
 are the CPU, and NCCL is gloo.
 """
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.peers import flash_attn_shim
+from tilewise_verify import flash_attn_shim
 
 
 class CpuForCuda(TorchFunctionMode):
@@ -71,7 +71,6 @@ def flash_attn() -> None:
     flash_attn_shim.provide()
     package = sys.modules["flash_attn"]
     vars(package).update(
-        flash_attn_varlen_func=flash_attn_shim.flash_attn_varlen_func,
         flash_attn_qkvpacked_func=_packed(flash_attn_shim.flash_attn_func),
         flash_attn_varlen_qkvpacked_func=_packed_documents,
     )

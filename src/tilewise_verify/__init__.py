@@ -6,10 +6,26 @@ keeps what passes its modules, `comparison.py` matches rows, `diagnosis.py` find
 that deviates, `attention_path.py` the attention in it and `weights.py` its weights. `tables.py` and
 `gradients.py` say in which facts two results differ; `causes.py` is the closed list and the table
 from facts to causes.
+`pytest_plugin.py` is the fixture cp_parity, and `cp_parity.py` what it runs. `flash_attn_shim.py`
+computes flash_attn's functions on a CPU.
 """
 
-from tilewise_verify.effective_mask import EffectiveMask
-from tilewise_verify.gradient_bound import ErrorBound, error_bound
-from tilewise_verify.parity import ParityReport
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilewise_verify.effective_mask import EffectiveMask
+    from tilewise_verify.gradient_bound import ErrorBound, error_bound
+    from tilewise_verify.parity import ParityReport
 
 __all__ = ["EffectiveMask", "ErrorBound", "ParityReport", "error_bound"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for: pytest loads this package in every run."""
+    from importlib import import_module
+
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = {"EffectiveMask": "effective_mask", "ParityReport": "parity"}
+    value = getattr(import_module(f"{__name__}.{module.get(name, 'gradient_bound')}"), name)
+    return globals().setdefault(name, value)

@@ -1,7 +1,7 @@
 """Functions and classes that another process cannot import by name, sent as their code.
 
-They are those within functions, and those of a session without a file; what they need of the
-globals around them goes with them.
+They are those within functions, those of a session without a file, and those of a test that pytest
+imported by its path; what they need of the globals around them goes with them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,22 @@ def _has_a_name(obj: Any) -> bool:
     is_interactive = obj.__module__ == "__main__" and not hasattr(
         sys.modules["__main__"], "__file__"
     )
-    return not is_interactive and "<" not in obj.__qualname__
+    return not is_interactive and "<" not in obj.__qualname__ and _is_importable(obj.__module__)
+
+
+def _is_importable(name: str) -> bool:
+    """Return whether a module is found by its name; one that pytest imported by its path is not."""
+    module = sys.modules.get(name)
+    if name == "__main__" or getattr(module, "__file__", None) is None:
+        return True  # the file that runs, or a module that is made, not found
+    path = None
+    for end in (*(at for at, sign in enumerate(name) if sign == "."), len(name)):
+        finders = (finder.find_spec(name[:end], path) for finder in sys.meta_path)
+        spec = next(filter(None, finders), None)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return True
 
 
 def _names(code: types.CodeType) -> set[str]:

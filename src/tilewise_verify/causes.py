@@ -51,6 +51,51 @@ CAUSES = MappingProxyType(
 )
 """What each cause means, in a sentence."""
 
+# cause | what to change in the split.
+FIX_TABLE = """
+mask_ignored | Hand the mask to the split attention, for this rank's rows and all keys.
+window_ignored | Pass each layer's own window to the split attention.
+window_per_block | Count the window over positions in the whole sequence, not within a block.
+documents_ignored | Pass the documents' borders in the whole sequence to the split attention.
+sink_dropped | Pass the layer's sink to the split attention; it counts once beside all keys.
+sink_added | Leave the sink out: the unsplit layer has none.
+softcap_dropped | Pass the model's softcap to the split attention.
+softcap_added | Leave the softcap out: the unsplit layer has none.
+scale_wrong | Pass the model's own softmax scale to the split attention.
+shard_only | Let attention see other ranks' keys: is the split one called, on a group of all?
+shard_skipped | Bring every shard to every rank: check the number of steps and the group's ranks.
+key_positions_lost | Mask keys by the positions of their own shard, not by those of the queries.
+counted_twice | Attend to each key once: shards must not overlap, nor be sent again.
+shared_counted_per_rank | Count keys that every rank holds once, not once for each rank.
+shared_gradient_lost | Sum the gradients of tokens that every rank holds over the ranks.
+noise_per_rank | Draw noise for the whole input before it is split, from one seed.
+query_heads_permuted | Undo the exchange of heads in the order in which it was made.
+gqa_shifted | Query head i reads KV head i // (num_heads // num_kv_heads), counted over all heads.
+heads_missing | Deal heads so that every one is computed; pad them if they do not divide by ranks.
+dq_wrong | In backward add up dq over all shards of keys.
+dk_wrong | In backward add up dk over all ranks' queries, and return it to the key's rank.
+dv_wrong | In backward add up dv over all ranks' queries, and return it to the key's rank.
+lse_gradient_lost | Let gradients pass the log-sum-exps that merge partial results.
+positions_wrong | Give each rank its rows' positions in the whole sequence, in the rows' order.
+labels_shifted | Shift the labels of the whole sequence first, then split them like the tokens.
+loss_term_per_rank | Compute this term from sums over all ranks' rows, and count it once.
+loss_scaled | Divide each rank's sum of losses by the number of labels on all ranks.
+gradient_scaled | Look for gradients that are averaged over ranks and not summed, or summed twice.
+no_label_nan | Divide by the number of labels on all ranks: a rank without labels adds 0.
+dropout_differs | Switch dropout off for this comparison.
+padding_attended | Mask padded keys by the attention mask of the whole sequence.
+state_restarts | Pass the state on to the rank that has the next tokens.
+state_gradient_lost | Return the gradient of the state, or of rows before, to their rank.
+halo_missing | Get the rows before the rank's tokens, kernel size - 1 of them, from their rank.
+borders_invented | Reset the layer at the documents' borders alone, not where a rank's rows begin.
+order_sensitive_layer | Give this layer rows in the order of the sequence, and those before them.
+missing_all_reduce | Sum this parameter's gradient over the ranks, as those of the others.
+unknown | Look at the first module that differs: its inputs, and what it is told of the split.
+"""
+FIX_ROWS = tuple(row.partition(" | ") for row in FIX_TABLE.strip().splitlines())
+FIXES = MappingProxyType({cause: fix for cause, _, fix in FIX_ROWS})
+"""What to change in the split, by cause, in a sentence."""
+
 EXTRA = "{extra:,} pairs attended that {asked} forbids (first: {extra_first})"
 MISSED = "{missed:,} allowed pairs missed (first: {missed_first})"
 BOTH = "{extra:,} pairs attended that {asked} forbids, {missed:,} allowed pairs missed"

@@ -141,7 +141,8 @@ def parity(
         backend: "gloo": local processes; "loopback": threads; None: the world of torchrun if this
             process is in one of this size, else gloo (split None: loopback).
     Raises:
-        ValueError: if the unsplit model cannot be compared: no loss, no tokens, random.
+        ValueError: if the unsplit model cannot be compared: no copy, no loss, no tokens, random;
+            or if split returns no loss, or runs the whole sequence on every rank.
     """
     whole_number("world_size", world_size, most=MOST_THREADS)
     positive_number("timeout", timeout, ": seconds")
@@ -169,7 +170,7 @@ def parity(
 
 
 def _compare(model: nn.Module, inputs: Mapping[str, Any], world: RankRunner) -> ParityReport:
-    num_tokens = num_split_rows(model, inputs) if is_image_model(model) else _num_tokens(inputs)
+    num_tokens = num_split_rows(model, inputs) if is_image_model(model) else num_tokens_of(inputs)
     whole, noisy, eps = _reference(model, inputs, world)
     try:
         records = world.run([ModelRun()] * world.size)
@@ -206,6 +207,11 @@ def _compare(model: nn.Module, inputs: Mapping[str, Any], world: RankRunner) -> 
     except Exception as error:  # of any kind: the report must still say that the runs differ
         facts, layer, allowed = _undiagnosed(error, comparison, deviations), None, None
     if not facts:
+        if world.size > 1 and _is_unsplit(whole, records):
+            raise ValueError(
+                f"split runs the whole sequence ({num_tokens} rows) on every rank, so nothing is "
+                "split; it must run a rank's share of the rows"
+            )
         return ParityReport(True, compared=compared, notes=notes)
     findings = classify(facts) or [
         Finding("unknown", "no cause of the list explains it, or its attention could not be read")
@@ -220,6 +226,17 @@ def _compare(model: nn.Module, inputs: Mapping[str, Any], world: RankRunner) -> 
         notes=notes,
         allowed=allowed,
     )
+
+
+def _is_unsplit(whole: Record, ranks: list[Record]) -> bool:
+    """Return whether no module of any rank gave fewer rows than that of the unsplit model."""
+    shapes = {
+        (x.shape, record.outputs[name].shape)
+        for name, x in whole.outputs.items()
+        for record in ranks
+        if name in record.outputs
+    }
+    return bool(shapes) and all(want == got for want, got in shapes)
 
 
 def _undiagnosed(error: Exception, comparison: Comparison, deviations: list[Deviation]) -> Facts:
@@ -291,7 +308,7 @@ def _reference(
     return whole, noisy, eps
 
 
-def _num_tokens(inputs: Mapping[str, Any]) -> int:
+def num_tokens_of(inputs: Mapping[str, Any]) -> int:
     for x in inputs.values():
         if isinstance(x, Tensor) and x.ndim:
             batched = x.ndim > 1 + x.is_floating_point()
@@ -334,7 +351,7 @@ def _tilewise_share(model: Any, inputs: Mapping[str, Any], rank: int, group: Any
     return output.loss, cp.position_ids
 
 
-def _place(text: str) -> str:
+def place(text: str) -> str:
     """Return where a traceback last left code of the user's: " (file:line, in function)"."""
     frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', text)
     library = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), SOURCES)
@@ -351,7 +368,7 @@ def _failed(failures: tuple[RankFailure, ...]) -> str:
     texts = []
     for rank, kind, text in first_failures:
         error = text.strip().rpartition("\n")[2] or "an error"
-        error += _place(text)
+        error += place(text)
         what_happened = {"error": f"raised {error}", "died": "ended without an answer"}.get(
             kind, TOO_LATE
         )

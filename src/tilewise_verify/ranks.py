@@ -17,7 +17,7 @@ from torch import nn
 
 from tilewise.transport.loopback import loopback
 from tilewise.transport.processes import RankError, RankFailure, gather_yields
-from tilewise_verify import by_value
+from tilewise_verify import by_value, flash_attn_shim
 from tilewise_verify.records import ModelRun, Record, copied, forget_runs, run_model
 
 Split = Callable[[nn.Module, Mapping[str, Any], int, Any], Any]
@@ -107,7 +107,7 @@ class RankRunner:
             self._processes = gather_yields(
                 self.size,
                 _serve,
-                (by_value.dumps(self.share), message),
+                (by_value.dumps(self.share), message, flash_attn_shim.is_provided()),
                 timeout_seconds=max(self.seconds_left, 1.0),
                 preload=sorted(x for x in modules if "site-packages" in (files[x] or "")),
             )
@@ -186,8 +186,12 @@ def _late(rank: int, thread: int) -> RankFailure:
     return RankFailure(rank, "waits" if waits else "late", "no answer within the time limit")
 
 
-def _serve(rank: int, share: bytes, jobs: bytes) -> Generator[bytes, bytes, None]:
+def _serve(
+    rank: int, share: bytes, jobs: bytes, with_flash_attn_shim: bool
+) -> Generator[bytes, bytes, None]:
     """A process: answer jobs until it is ended. Records go by value, as bytes."""
+    if with_flash_attn_shim:
+        flash_attn_shim.provide()
     rank_share: RankShare = pickle.loads(share)
     while True:
         jobs = yield pickle.dumps(rank_share.run(rank, dist.group.WORLD, pickle.loads(jobs)[rank]))

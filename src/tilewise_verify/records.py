@@ -125,8 +125,18 @@ def run_whole(model: nn.Module, inputs: Mapping[str, Any], job: ModelRun) -> Rec
 def copied(
     model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype | None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """A model and its inputs, to be changed; in a dtype if one is given."""
-    model, inputs = copy.deepcopy(model), copy.deepcopy(dict(inputs))
+    """A model and its inputs, to be changed; in a dtype if one is given.
+
+    Raises:
+        ValueError: if the model or its inputs cannot be copied.
+    """
+    try:
+        model, inputs = copy.deepcopy(model), copy.deepcopy(dict(inputs))
+    except Exception as error:  # whatever an object's own way to be copied raises
+        raise ValueError(
+            f"model or inputs cannot be copied ({type(error).__name__}: {error}); parity runs "
+            "copies of them, so make what cannot be copied inside split"
+        ) from error
     if dtype is None:
         return model, inputs
     floating = {k for k, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}

@@ -134,6 +134,7 @@ def test_modules_import_only_what_every_installation_has():
     }
     # A class of accelerate's is the base of one of ours; nobody imports this module.
     assert offenders.pop("tilewise.integrations.transformers.accelerate") == {"accelerate"}
+    assert offenders.pop("tilewise_verify.pytest_plugin") == {"pytest"}  # which imports it
     assert not {name: extra for name, extra in offenders.items() if extra}
 
 

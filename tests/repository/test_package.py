@@ -19,6 +19,15 @@ SOURCES = ROOT / "src"
 pytestmark = pytest.mark.slow
 
 
+SIX_LINES = """
+import sys
+
+def test_cp(request):
+    assert "torch" not in sys.modules
+    assert callable(request.getfixturevalue("cp_parity"))
+"""
+
+
 def run(*command: str | Path, **options) -> str:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=280, **options)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -81,3 +90,5 @@ def test_the_wheel_works_in_an_environment_of_its_own(built: tuple[Path, Path], 
     assert "tilewise" in run(tilewise, "doctor", **options)
     data = "tw.Machine.preset('h100x8'); tw.lengths.sample('pile', 64, seed=0)"
     run(python, "-c", f"import tilewise as tw; {data}", **options)
+    (tmp_path / "test_cp.py").write_text(SIX_LINES)
+    assert "1 passed" in run(python, "-m", "pytest", "-q", "test_cp.py", **options)

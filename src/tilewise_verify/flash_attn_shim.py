@@ -1,8 +1,8 @@
-"""The functions of flash_attn that peers import, computed by our CPU kernel.
+"""The functions of flash_attn, computed by our CPU kernel: code that calls them runs without a GPU.
 
-Peers call flash_attn's private entry points, which exist on CUDA only. What they get here keeps
+Trainers and libraries call flash_attn's functions, which exist on CUDA only. These functions keep
 flash_attn's meaning (layouts, bottom-right causal, windows, the buffers written to, lse +inf where
-no key is seen), so that whatever a peer computes wrong is its own doing.
+no key is seen), so that whatever a caller computes wrong is its own doing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,14 @@ class Piece(NamedTuple):
 
 
 def provide() -> None:
-    """Make `import flash_attn` find these functions, unless the real package is installed."""
+    """Make `import flash_attn` find these functions, unless the real package is installed.
+
+    The processes that parity starts are given them too. In a trainer's conftest.py:
+
+        from tilewise_verify import flash_attn_shim
+
+        flash_attn_shim.provide()
+    """
     if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None:
         return
     package = types.ModuleType("flash_attn")
@@ -64,13 +71,21 @@ def provide() -> None:
         _flash_attn_varlen_forward=varlen_forward,
         _flash_attn_varlen_backward=varlen_backward,
     )
-    vars(package).update(
-        __version__=VERSION, flash_attn_interface=interface, flash_attn_func=flash_attn_func
-    )
+    public = {
+        "flash_attn_func": flash_attn_func,
+        "flash_attn_varlen_func": flash_attn_varlen_func,
+    }
+    vars(interface).update(public)
+    vars(package).update(public, __version__=VERSION, flash_attn_interface=interface)
     for module in (package, interface):
         # whoever asks whether flash_attn is there looks at its spec
         module.__spec__ = importlib.util.spec_from_loader(module.__name__, loader=None)
         sys.modules[module.__name__] = module
+
+
+def is_provided() -> bool:
+    """Return whether `import flash_attn` finds these functions in this process."""
+    return getattr(sys.modules.get("flash_attn"), "flash_attn_func", None) is flash_attn_func
 
 
 def forward(*args: Any, **named: Any) -> tuple[Tensor, Tensor, None, None]:
@@ -79,61 +94,61 @@ def forward(*args: Any, **named: Any) -> tuple[Tensor, Tensor, None, None]:
     Returns:
         (out as q, lse [batch, heads, tokens], None, None).
     """
-    given = _given(FORWARD, args, named)
-    q, k, v = (given[name].transpose(0, 1) for name in ("q", "k", "v"))
-    out, lse = _attend(q, k, v, given)
+    arguments = _arguments(FORWARD, args, named)
+    q, k, v = (arguments[name].transpose(0, 1) for name in ("q", "k", "v"))
+    out, lse = _attend(q, k, v, arguments)
     return out.transpose(0, 1).to(q.dtype), lse.permute(1, 2, 0), None, None
 
 
 def backward(*args: Any, **named: Any) -> Tensor:
     """flash_attn's _flash_attn_backward, which writes to dq, dk, dv."""
-    given = _given(BACKWARD, args, named)
-    operands = [given[name].transpose(0, 1) for name in ("q", "k", "v", "dout", "out")]
-    grads = _differentiate(operands, given["softmax_lse"].permute(2, 0, 1), given)
+    arguments = _arguments(BACKWARD, args, named)
+    operands = [arguments[name].transpose(0, 1) for name in ("q", "k", "v", "dout", "out")]
+    grads = _differentiate(operands, arguments["softmax_lse"].permute(2, 0, 1), arguments)
     for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
-        given[name].copy_(grad.transpose(0, 1))
-    return given["softmax_lse"]
+        arguments[name].copy_(grad.transpose(0, 1))
+    return arguments["softmax_lse"]
 
 
-def varlen_forward(**given: Any) -> tuple[Tensor, Tensor, None, None]:
+def varlen_forward(**arguments: Any) -> tuple[Tensor, Tensor, None, None]:
     """flash_attn's _flash_attn_varlen_forward: q, k, v [tokens, heads, head_dim].
 
     Returns:
         (out as q, lse [heads, tokens], None, None).
     """
-    q, k, v = (given[name].unsqueeze(1) for name in ("q", "k", "v"))
-    parts = [_attend(q[rows], k[keys], v[keys], given) for rows, keys in _documents(given)]
+    q, k, v = (arguments[name].unsqueeze(1) for name in ("q", "k", "v"))
+    parts = [_attend(q[rows], k[keys], v[keys], arguments) for rows, keys in _documents(arguments)]
     out, lse = (torch.cat(x) for x in zip(*parts, strict=True))
     return out.squeeze(1).to(q.dtype), lse.squeeze(1).transpose(0, 1), None, None
 
 
-def varlen_backward(**given: Any) -> None:
+def varlen_backward(**arguments: Any) -> None:
     """flash_attn's _flash_attn_varlen_backward, which writes to dq, dk, dv."""
-    q, k, v, dout, out = (given[name].unsqueeze(1) for name in ("q", "k", "v", "dout", "out"))
-    lse = given["softmax_lse"].transpose(0, 1).unsqueeze(1)
-    for rows, keys in _documents(given):
+    q, k, v, dout, out = (arguments[name].unsqueeze(1) for name in ("q", "k", "v", "dout", "out"))
+    lse = arguments["softmax_lse"].transpose(0, 1).unsqueeze(1)
+    for rows, keys in _documents(arguments):
         operands = [q[rows], k[keys], v[keys], dout[rows], out[rows]]
-        dq, dk, dv = _differentiate(operands, lse[rows], given)
+        dq, dk, dv = _differentiate(operands, lse[rows], arguments)
         for name, where, grad in (("dq", rows, dq), ("dk", keys, dk), ("dv", keys, dv)):
-            given[name][where].copy_(grad.squeeze(1))
+            arguments[name][where].copy_(grad.squeeze(1))
 
 
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *args: Any, **named: Any) -> Any:
     """flash_attn's function of that name, differentiable; with return_attn_probs also lse, None."""
-    return _differentiable((q, k, v), _given(PUBLIC, args, named))
+    return _differentiable((q, k, v), _arguments(PUBLIC, args, named))
 
 
 def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, *args: Any, **named: Any) -> Any:
     """The same for packed sequences: q, k, v [tokens, heads, head_dim]."""
     lengths = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    return _differentiable((q, k, v), _given((*lengths, *PUBLIC), args, named))
+    return _differentiable((q, k, v), _arguments((*lengths, *PUBLIC), args, named))
 
 
-def _differentiable(operands: tuple[Tensor, Tensor, Tensor], given: dict[str, Any]) -> Any:
-    left, right = given.pop("window_size", (-1, -1))
-    given |= {"window_size_left": left, "window_size_right": right}
-    returns_lse = given.pop("return_attn_probs", False)
-    out, lse = _FlashAttn.apply(*operands, given)  # pyright: ignore[reportGeneralTypeIssues]
+def _differentiable(operands: tuple[Tensor, Tensor, Tensor], arguments: dict[str, Any]) -> Any:
+    left, right = arguments.pop("window_size", (-1, -1))
+    arguments |= {"window_size_left": left, "window_size_right": right}
+    returns_lse = arguments.pop("return_attn_probs", False)
+    out, lse = _FlashAttn.apply(*operands, arguments)  # pyright: ignore[reportGeneralTypeIssues]
     return (out, lse, None) if returns_lse else out
 
 
@@ -161,19 +176,21 @@ class _FlashAttn(torch.autograd.Function):
         return *grads, None
 
 
-def _given(names: tuple[str, ...], args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+def _arguments(
+    names: tuple[str, ...], args: tuple[Any, ...], named: dict[str, Any]
+) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **named}
 
 
-def _documents(given: dict[str, Any]) -> Iterator[tuple[slice, slice]]:
-    edges = (pairwise(given[name].tolist()) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+def _documents(arguments: dict[str, Any]) -> Iterator[tuple[slice, slice]]:
+    edges = (pairwise(arguments[name].tolist()) for name in ("cu_seqlens_q", "cu_seqlens_k"))
     for q_edges, k_edges in zip(*edges, strict=True):
         yield slice(*q_edges), slice(*k_edges)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """out and lse of rows-first operands, in the accumulators' dtype."""
-    pieces, scale = _pieces(len(q), len(k), *_window(given)), _scale(q, given)
+    pieces, scale = _pieces(len(q), len(k), *_window(arguments)), _scale(q, arguments)
     if len(pieces) == 1 and pieces[0].q == slice(None):
         (piece,) = pieces
         return _finite(*KERNEL.forward(q, k[piece.k], v[piece.k], piece.call, scale))
@@ -190,14 +207,14 @@ def _finite(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _differentiate(
-    operands: list[Tensor], lse: Tensor, given: dict[str, Any]
+    operands: list[Tensor], lse: Tensor, arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from rows-first q, k, v, dout, out."""
     q, k, v, dout, out = operands
     dtype = accumulator_dtype(q.dtype)
     lse = lse.to(dtype).masked_fill(lse == torch.inf, -torch.inf)
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
-    pieces, scale = _pieces(len(q), len(k), *_window(given)), _scale(q, given)
+    pieces, scale = _pieces(len(q), len(k), *_window(arguments)), _scale(q, arguments)
     if len(pieces) == 1 and pieces[0].q == pieces[0].k == slice(None):
         return KERNEL.backward(q, k, v, dout, lse, delta, pieces[0].call, scale)
     grads = tuple(torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
@@ -210,16 +227,20 @@ def _differentiate(
     return grads[0], grads[1], grads[2]
 
 
-def _window(given: dict[str, Any]) -> tuple[int, int]:
+def _window(arguments: dict[str, Any]) -> tuple[int, int]:
     """How far a query sees to the left and to the right; -1: without bound."""
-    if given.get("dropout_p") or given.get("softcap") or given.get("alibi_slopes") is not None:
+    if (
+        arguments.get("dropout_p")
+        or arguments.get("softcap")
+        or arguments.get("alibi_slopes") is not None
+    ):
         raise NotImplementedError("the shim computes no dropout, softcap or alibi_slopes")
-    right = given.get("window_size_right", -1)
-    return given.get("window_size_left", -1), 0 if given.get("causal") else right
+    right = arguments.get("window_size_right", -1)
+    return arguments.get("window_size_left", -1), 0 if arguments.get("causal") else right
 
 
-def _scale(q: Tensor, given: dict[str, Any]) -> float:
-    scale = given.get("softmax_scale")
+def _scale(q: Tensor, arguments: dict[str, Any]) -> float:
+    scale = arguments.get("softmax_scale")
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
