@@ -57,7 +57,6 @@ def on_fake_cuda(cuda: FakeCuda, part: str, options: dict) -> dict:
         return bodies.PARTS[part](Session(torch.device("cuda:0"), tiny=True), options)
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_ask_of_cuda_what_it_can_do(name, cuda):
     shape = {"mask": "causal", "heads": "4:2", "head_dim": 128}

@@ -3,13 +3,14 @@
 Imports triton, so nothing imports this module until CUDA tensors are merged.
 """
 
-import math
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.triton.launch import Launch, launch
 from tilewise.kernels.triton.views import in_steps, view_of
 
 _BLOCK = 64
@@ -17,22 +18,19 @@ _BLOCK = 64
 
 def merge_rows(out_acc: Tensor, lse_acc: Tensor, out: Tensor, lse: Tensor) -> None:
     """`merge_into` of [rows, batch, heads, head_dim] and [rows, batch, heads], of any strides."""
-    num = math.prod(lse.shape)
-    if not num:
-        return
+    if lse.numel():
+        launch(_merging, (out_acc, lse_acc, out, lse), _merge)
+
+
+def _merging(tensors: Sequence[Tensor], kernel: Any) -> Launch:
+    out_acc, lse_acc, out, lse = tensors
     ((old,), old_step), ((new,), new_step) = (in_steps([view_of(x)]) for x in (out_acc, out))
-    with torch.cuda.device_of(out_acc):
-        _merge[(triton.cdiv(num, _BLOCK),)](  # pyright: ignore[reportCallIssue]
-            *(out_acc, lse_acc, out, lse),
-            *(*old[1:], out_acc.stride(3), *lse_acc.stride()),
-            *(*new[1:], out.stride(3), *lse.stride(), num, *lse.shape[1:]),
-            OLD_STEP=old_step,
-            NEW_STEP=new_step,
-            HEAD_DIM=out.shape[3],
-            WIDTH=triton.next_power_of_2(out.shape[3]),
-            BLOCK=_BLOCK,
-            enable_fp_fusion=True,  # pyright: ignore[reportCallIssue]
-        )
+    num = lse.numel()
+    numbers = *old[1:], out_acc.stride(3), *lse_acc.stride()
+    numbers += *new[1:], out.stride(3), *lse.stride(), num, *lse.shape[1:]
+    constants = {"OLD_STEP": old_step, "NEW_STEP": new_step, "HEAD_DIM": out.shape[3]}
+    constants |= {"WIDTH": triton.next_power_of_2(out.shape[3]), "BLOCK": _BLOCK}
+    return Launch(kernel, (triton.cdiv(num, _BLOCK), 1, 1), numbers, constants)
 
 
 @triton.jit

@@ -1,0 +1,68 @@
+"""Launches of Triton kernels: what follows from dtypes, sizes and strides is found once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.triton.views import TensorView
+
+MOST_KINDS = 4096  # of launches, after which all are forgotten
+
+
+class Launch(NamedTuple):
+    """A launch but for its tensors.
+
+    Attributes:
+        numbers: what follows tensors and extra arguments.
+        constants: the kernel's constants, and Triton's options, by name.
+        strides: of tensors that the kernel takes as TensorViews; (): it takes them as they are.
+    """
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    numbers: tuple[Any, ...]
+    constants: dict[str, Any]
+    strides: Sequence[tuple[int, int, int]] = ()
+
+
+_KINDS: dict[Hashable, tuple[Any, Launch]] = {}
+"""Launches by kind, each with what Triton compiled for it."""
+
+
+def launch(
+    prepare: Callable[..., Launch], tensors: Sequence[Tensor], *facts: Hashable, extra: Any = ()
+) -> None:
+    """Launch what `prepare(tensors, *facts)` gives.
+
+    Triton finds a compiled kernel by looking at every argument; of a kind that was launched before
+    it is at hand. A kind is all that `prepare` and Triton look at.
+
+    Args:
+        facts: the kernel among them.
+        extra: arguments behind the tensors: floats, aligned tensors, and numbers that follow from
+            what is above.
+    """
+    places = [(x.dtype, x.shape, x.stride(), x.get_device(), x.data_ptr() % 16) for x in tensors]
+    kind = prepare, facts, *places
+    known = _KINDS.get(kind)
+    it = known[1] if known else prepare(tensors, *facts)
+    arguments = [*map(_viewed, tensors, it.strides)] if it.strides else tensors
+    with torch.cuda.device_of(tensors[0]):
+        if known:
+            known[0][it.grid](*arguments, *extra, *it.numbers)
+            return
+        options = {**it.constants, "enable_fp_fusion": True}
+        compiled = it.kernel[it.grid](*arguments, *extra, *it.numbers, **options)
+    if compiled is not None:  # as Triton's interpreter returns
+        if len(_KINDS) >= MOST_KINDS:
+            _KINDS.clear()
+        constants = [it.constants[x] for x in it.kernel.arg_names if x in it.constants]
+        _KINDS[kind] = compiled, it._replace(numbers=(*it.numbers, *constants))
+
+
+def _viewed(x: Tensor, strides: tuple[int, int, int]) -> TensorView:
+    return TensorView(x, *strides)
