@@ -187,8 +187,8 @@ class _Launch:
         rule, drops = _rule(self.scores), self.scores.dropout_p > 0
         facts = kernel, self.blocks, (num_items, programs), self.add
         facts += self.scores.softcap is not None, (rule[2:5], rule[7]) if drops else None
-        extra = *extra, lists, *sizes, heads, q.shape[2] // k.shape[2], float(scale), rule
-        launch(_attending, tensors, *facts, *options.items(), extra=extra)
+        rest = *extra, lists, *sizes, heads, q.shape[2] // k.shape[2], float(scale), rule
+        launch(_attending, tensors, *facts, *options.items(), extra=rest)
 
 
 def _attending(

@@ -19,14 +19,15 @@ class Launch(NamedTuple):
     Attributes:
         numbers: what follows tensors and extra arguments.
         constants: the kernel's constants, and Triton's options, by name.
-        strides: of tensors that the kernel takes as TensorViews; (): it takes them as they are.
+        strides: of rows, batch and heads, of tensors that the kernel takes as TensorViews; (): as
+            they are.
     """
 
     kernel: Any
     grid: tuple[int, int, int]
     numbers: tuple[Any, ...]
     constants: dict[str, Any]
-    strides: Sequence[tuple[int, int, int]] = ()
+    strides: Sequence[Any] = ()
 
 
 _KINDS: dict[Hashable, tuple[Any, Launch]] = {}
