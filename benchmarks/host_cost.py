@@ -139,7 +139,8 @@ def _forget_launches() -> None:
     """Compiled kernels keep the driver that they were first launched for."""
     from tilewise.kernels.triton import delta, kernel, launch, merge
 
-    launch._KINDS.clear()
+    launch.KNOWN._entries.clear()
+    launch.KNOWN._newest = None
     for compiled in (merge._merge, delta._put, *kernel._kernels()):
         compiled.device_caches.clear()
 

@@ -103,6 +103,6 @@ def test_what_lies_elsewhere_is_another_kind(monkeypatch):
             host_cost.merge.merge_into(out, lse, x, other)
         from tilewise.kernels.triton import launch
 
-        assert len(launch._KINDS) == 2
+        assert len(launch.KNOWN._entries) == 2
     assert len(launched.launches) == 4
-    assert not launch._KINDS  # forgotten: they were compiled for no driver
+    assert not launch.KNOWN._entries  # forgotten: they were compiled for no driver

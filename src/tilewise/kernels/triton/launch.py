@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.triton.views import TensorView
-
-MOST_KINDS = 4096  # of launches, after which all are forgotten
+from tilewise.plan.kept import RecentValues
 
 
 class Launch(NamedTuple):
@@ -30,8 +29,17 @@ class Launch(NamedTuple):
     strides: Sequence[Any] = ()
 
 
-_KINDS: dict[Hashable, tuple[Any, Launch]] = {}
-"""Launches by kind, each with what Triton compiled for it."""
+class _Known:
+    """What Triton compiled for a kind, None before its first launch, and the launch."""
+
+    __slots__ = ("found",)
+
+    def __init__(self, launch: Launch):
+        self.found: tuple[Any, Launch] = None, launch
+
+
+KNOWN = RecentValues[Hashable, _Known](1024)
+"""Launches by kind."""
 
 
 def launch(
@@ -49,20 +57,18 @@ def launch(
     """
     places = [(x.dtype, x.shape, x.stride(), x.get_device(), x.data_ptr() % 16) for x in tensors]
     kind = prepare, facts, *places
-    known = _KINDS.get(kind)
-    it = known[1] if known else prepare(tensors, *facts)
+    known = KNOWN.get(kind, lambda: _Known(prepare(tensors, *facts)))
+    compiled, it = known.found
     arguments = [*map(_viewed, tensors, it.strides)] if it.strides else tensors
     with torch.cuda.device_of(tensors[0]):
-        if known:
-            known[0][it.grid](*arguments, *extra, *it.numbers)
+        if compiled is not None:
+            compiled[it.grid](*arguments, *extra, *it.numbers)
             return
         options = {**it.constants, "enable_fp_fusion": True}
         compiled = it.kernel[it.grid](*arguments, *extra, *it.numbers, **options)
     if compiled is not None:  # as Triton's interpreter returns
-        if len(_KINDS) >= MOST_KINDS:
-            _KINDS.clear()
         constants = [it.constants[x] for x in it.kernel.arg_names if x in it.constants]
-        _KINDS[kind] = compiled, it._replace(numbers=(*it.numbers, *constants))
+        known.found = compiled, it._replace(numbers=(*it.numbers, *constants))
 
 
 def _viewed(x: Tensor, strides: tuple[int, int, int]) -> TensorView:
