@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if given.table:
         return _tabled(given.table)
-    signal.signal(signal.SIGTERM, _interrupt)  # so that processes end and the page is printed
+    signal.signal(signal.SIGTERM, interrupt)  # so that processes end and the page is printed
     return _measure(given)
 
 
@@ -138,7 +138,7 @@ def _rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 

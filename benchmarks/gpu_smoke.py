@@ -220,26 +220,63 @@ def odd_heads(bench: Bench) -> None:
         assert error <= WRONG
 
 
-def overlap(bench: Bench) -> None:
-    """The share of a send to itself that two attention calls beside it hide."""
+Post = Callable[[], Callable[[], object]]
+"""Starts a send; what it returns waits for it."""
+
+
+def senders(device: torch.device, num_bytes: int) -> dict[str, Post]:
+    """Ways to send bytes to itself: on the user's group, on our own lane; on the CPU a copy."""
     from tilewise.transport.nccl_batches import post_batch
     from tilewise.transport.nccl_groups import lane_group, warm_up
     from tilewise.transport.protocol import Message
 
-    x = torch.zeros(1 << (12 if bench.cpu else 29), dtype=torch.uint8, device=bench.device)
-    y, ways = torch.empty_like(x), {"copy": lambda: y.copy_(x).sum}
-    if not bench.cpu:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-        world: Any = dist.group.WORLD
-        groups = {"user's group": world, "own lane": lane_group(world, 0)}
+    x = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    if device.type != "cuda":
+        return {"copy": lambda: y.copy_(x).sum}
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    world: Any = dist.group.WORLD
+    groups = {"user's group": world, "own lane": lane_group(world, 0)}
 
-        def sender(group: Any) -> Callable[[], Callable[[], None]]:
-            warm_up(group)
-            ends = [(True, Message(x, 0, "to itself")), (False, Message(y, 0, "to itself"))]
-            return lambda: post_batch(group, ends).wait
+    def sender(group: Any) -> Post:
+        warm_up(group)
+        ends = [(True, Message(x, 0, "to itself")), (False, Message(y, 0, "to itself"))]
+        return lambda: post_batch(group, ends).wait
 
-        ways = {way: sender(group) for way, group in groups.items()}
+    return {way: sender(group) for way, group in groups.items()}
+
+
+class Hidden(NamedTuple):
+    """Seconds of a work alone and of a send alone, and the share of the shorter that is hidden."""
+
+    alone: float
+    sent: float
+    share: float
+
+
+def hidden(
+    seconds: Callable[[Callable[[], object]], float], work: Callable[[], object], post: Post
+) -> Hidden:
+    """Time a work and a send, each alone and the two together.
+
+    Args:
+        seconds: of a function.
+    """
+
+    def both() -> None:
+        wait = post()
+        work()
+        wait()
+
+    alone, sent, together = map(seconds, (work, lambda: post()(), both))
+    share = min(1.0, max(0.0, (alone + sent - together) / min(alone, sent)))
+    return Hidden(alone, sent, share)
+
+
+def overlap(bench: Bench) -> None:
+    """The share of a send to itself that two attention calls beside it hide."""
+    ways = senders(bench.device, 1 << (12 if bench.cpu else 29))
     n = bench.tokens
     q, k, v = (bench.normal(n, 1, bench.heads, bench.head_dim) for _ in range(3))
     for name, kernel in bench.kernels():
@@ -249,16 +286,9 @@ def overlap(bench: Bench) -> None:
                 kernel.forward(q, k, v, call_of(n, n), bench.scale)
 
         for way, post in ways.items():
-
-            def both(post: Callable[[], Callable[[], object]] = post) -> None:
-                wait = post()
-                attend()
-                wait()
-
-            alone, sent, together = map(bench.seconds, (attend, lambda post=post: post()(), both))
-            hidden = min(1.0, max(0.0, (alone + sent - together) / min(alone, sent)))
-            times = f"{1e3 * sent:.2f} ms beside {1e3 * alone:.2f} ms"
-            print(f"  {name}, {way}: {times}, {hidden:.0%} hidden")
+            found = hidden(bench.seconds, attend, post)
+            times = f"{1e3 * found.sent:.2f} ms beside {1e3 * found.alone:.2f} ms"
+            print(f"  {name}, {way}: {times}, {found.share:.0%} hidden")
 
 
 class Part(NamedTuple):

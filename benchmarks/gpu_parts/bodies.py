@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import torch
 
-from benchmarks.gpu_parts import correctness, executor, kernels, scaling
+from benchmarks.gpu_parts import correctness, executor, first, kernels, scaling, variants
 from benchmarks.gpu_parts.case import Row
 from benchmarks.gpu_parts.session import Session, about
 from tilewise.kernels.registry import PROVIDERS, kernel_named
@@ -42,6 +42,10 @@ PARTS: Mapping[str, Callable[[Session, Row], Row]] = MappingProxyType(
         "kernels": kernels.run,
         "graphs": executor.graphs,
         "scaling": scaling.run,
+        "bandwidth": first.bandwidth,
+        "short calls": first.short_calls,
+        "sends": first.sends,
+        "variants": variants.run,
     }
 )
 

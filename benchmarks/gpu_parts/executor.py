@@ -1,7 +1,9 @@
-"""One rank of a mesh plan of 256 devices: both passes against one kernel call of the same area.
+"""One rank of a plan, a mesh of 256 devices or another: both passes against one kernel call of the
+same area.
 
 All messages are there at once, so what is more than the one call is the executor's: smaller
-tiles, merges, copies into messages, launches. Peak memory stands beside the planner's figure.
+tiles, merges, copies into messages, launches. Peak memory stands beside the planner's figure, and
+the bytes that are counted beside kernels: over the time beside the one call they are a bandwidth.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from benchmarks.gpu_parts.session import Run, Session, captured
 from benchmarks.gpu_parts.sizes import mask_named
 from tilewise.execution.call import Call
 from tilewise.execution.forward_backward import backward_pass, bound_code, forward_pass
-from tilewise.execution.resolve import resolve
+from tilewise.execution.resolve import resolve_once
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.calls import KernelCall as KernelCall
@@ -28,11 +30,24 @@ from tilewise.tiles.calls import Kind
 TIMES = 5  # passes in a row, where one takes little
 
 
-class Shape(NamedTuple):
-    """A world, its mesh, its sequence and mask."""
+def plan_of(options: Row) -> tw.Plan:
+    """The plan that options describe.
 
-    world_size: int
-    q_tile: int
+    Args:
+        options: `world_size`; `q_tile` of a mesh, else it is a ring; `schedule` of the mesh;
+            `head_groups`: of a Ulysses around it.
+    """
+    groups, q_tile = options.get("head_groups", 1), options.get("q_tile")
+    world = options["world_size"] // groups
+    schedule = options.get("schedule", "greedy")
+    inner = tw.mesh(world, q_tile=q_tile, schedule=schedule) if q_tile else tw.ring(world)
+    return tw.ulysses(groups, inner=inner) if groups > 1 else inner
+
+
+class Shape(NamedTuple):
+    """A plan, its sequence and mask."""
+
+    plan: tw.Plan
     num_tokens: int
     heads: tuple[int, int]
     head_dim: int
@@ -40,9 +55,15 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, options: Row) -> Shape:
-        world, q_tile, tokens = (options[x] for x in ("world_size", "q_tile", "num_tokens"))
+        tokens = options["num_tokens"]
         mask = mask_named(options["mask"], tokens)
-        return cls(world, q_tile, tokens, num_heads(options), options["head_dim"], mask)
+        return cls(plan_of(options), tokens, num_heads(options), options["head_dim"], mask)
+
+    @property
+    def call_heads(self) -> tuple[int, int]:
+        """Query and KV heads of one kernel call."""
+        groups = self.plan.num_head_groups
+        return self.heads[0] // groups, max(1, self.heads[1] // groups)
 
 
 class Watched:
@@ -70,24 +91,15 @@ class Rank:
     """One rank's tensors, transport and passes."""
 
     def __init__(self, session: Session, shape: Shape, kernel: Any):
-        world, a, num_tokens, heads, width, mask = shape
+        plan, num_tokens, heads, width, mask = shape
+        world = plan.world_size
         layout = tw.zigzag(num_tokens, world)
         self.rank, rows = world // 3, layout.size(world // 3)
         self.q, self.dout = session.normal(2, rows, heads[0], width)
         self.k, self.v = session.normal(2, rows, heads[1], width)
-        forward, backward = (
-            tw.mesh(world, q_tile=a, kv_bytes=2 * heads[1] / heads[0], backward=b)
-            for b in (False, True)
-        )
-        call = Call(
-            plan=forward,
-            layout=layout,
-            mask=mask,
-            backward_plan=backward,
-            needs_grad=True,
-            kernel=kernel,
-        )
-        self.problem = resolve(self.q, self.k, self.v, call, self.rank, world)
+        call = Call(plan=plan, layout=layout, mask=mask, needs_grad=True, kernel=kernel)
+        # as attention does: without it every pass would compile and bind its code anew
+        self.problem = resolve_once(self.q, self.k, self.v, call, self.rank, world)
         row_bytes = max(heads) * (4 * width + 16)  # at least an item's
         self.transport = Instant(self.rank, world, session.device, rows * row_bytes)
         self.out, self.lse, self.kept = self.forward()
@@ -112,13 +124,23 @@ def run(session: Session, options: Row) -> Row:
     rank.backward()
     row |= {"backward_calls": watched.calls, "backward_area": watched.area}
     row |= memory(session, rank, before, backward=True)
-    flops = 4 * area * shape.heads[0] * shape.head_dim
+    flops = 4 * area * shape.call_heads[0] * shape.head_dim
     ones = one_call(session, shape, kernel, area)
     passes = (("forward", rank.forward, flops), ("backward", rank.backward, 2.5 * flops))
     for (what, run, work), single in zip(passes, ones, strict=True):
-        times = session.compare({"rank": run, "one call": single})
+        runs = {"rank": run, "one call": single}
+        if "graph" in options.get("beside", ()):
+            try:
+                runs["graph"] = captured(run, session.device)
+            except RuntimeError as error:  # the rank's own figures are worth having
+                row[f"{what}_graph_missing"] = str(error).partition("\n")[0][:200]
+        times = session.compare(runs)
         row |= times["rank"].row(what) | times["one call"].row(f"{what}_one_call")
         row |= times["rank"].share(what, times["one call"])
+        row |= times["graph"].row(f"{what}_graph") if "graph" in times else {}
+        beside = times["rank"].median - times["one call"].median
+        if beside > 0:
+            row[f"{what}_beside_tbps"] = round(row[f"{what}_traffic_bytes"] / beside / 1e12, 3)
         row[f"{what}_tflops"] = times["rank"].tflops(work)
         row[f"{what}_one_call_tflops"] = times["one call"].tflops(work)
         row[f"{what}_host_ms"] = round(statistics.median(times["rank"].host) * 1e3, 3)
@@ -132,10 +154,22 @@ def one_call(session: Session, shape: Shape, kernel: Kernel, area: int) -> tuple
         rows = keys = math.isqrt(2 * area)
         kind = Kind.CAUSAL
     else:
-        rows, kind = shape.num_tokens // shape.world_size * shape.q_tile, Kind.FULL
+        rows, kind = math.isqrt(area), Kind.FULL
         keys = area // rows
+    return single(session, kernel, (rows, keys), kind, shape.call_heads, shape.head_dim)
+
+
+def single(
+    session: Session,
+    kernel: Kernel,
+    sizes: tuple[int, int],
+    kind: Kind,
+    heads: tuple[int, int],
+    width: int,
+) -> tuple[Run, Run]:
+    """Both passes of a kernel on one call of so many rows and keys."""
+    rows, keys = sizes
     call = KernelCall(((0, rows),), ((0, keys),), kind)
-    heads, width = shape.heads, shape.head_dim
     q, dout = session.normal(2, rows, 1, heads[0], width)
     k, v = session.normal(2, keys, 1, heads[1], width)
     scale = width**-0.5
@@ -148,9 +182,9 @@ def one_call(session: Session, shape: Shape, kernel: Kernel, area: int) -> tuple
 
 
 def memory(session: Session, rank: Rank, before: int, *, backward: bool) -> Row:
-    """A pass's peak bytes, and those that the planner counts for the rank.
+    """A pass's peak bytes, those that the planner counts for the rank, and what it moves.
 
-    The first includes kernels' own workspaces, the second does not.
+    The first includes kernels' own workspaces, the others do not.
     """
     what = "backward" if backward else "forward"
     later = () if backward else (rank.out, rank.lse, rank.dout)
@@ -160,7 +194,11 @@ def memory(session: Session, rank: Rank, before: int, *, backward: bool) -> Row:
     code = bound_code(
         rank.problem, rank.transport, rank.q[:, None], backward=backward, keep=keep
     ).code
-    return {f"{what}_peak_bytes": max(peak - apart, 0), f"{what}_planned_bytes": code.peak_bytes}
+    return {
+        f"{what}_peak_bytes": max(peak - apart, 0),
+        f"{what}_planned_bytes": code.peak_bytes,
+        f"{what}_traffic_bytes": code.traffic_bytes,
+    }
 
 
 def graphs(session: Session, options: Row) -> Row:

@@ -25,7 +25,7 @@ from benchmarks.gpu_parts.session import Run, Session, Times
 from benchmarks.gpu_parts.sizes import documents, mask_named, window_of
 from tilewise.execution.call import Call
 from tilewise.execution.forward_backward import backward_pass, forward_pass
-from tilewise.execution.resolve import resolve
+from tilewise.execution.resolve import resolve_once
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.calls import KernelCall as KernelCall
@@ -145,7 +145,7 @@ def _executed(kernel: Kernel, given: Inputs) -> Passes:
     q, k, v, dout, _, mask = given
     transport = LocalTransport()
     call = Call(plan=tw.ring(1), layout=tw.contiguous(len(q), 1), mask=mask)
-    problem = resolve(q, k, v, call, 0, 1)._replace(kernel=kernel)
+    problem = resolve_once(q, k, v, call, 0, 1)._replace(kernel=kernel)
     forward = partial(forward_pass, problem, transport, q, k, v, keep=True)
     out, lse, kept = forward()
     saved = q, k, v, out, lse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ from benchmarks.gpu_parts.case import Case, Row
 from benchmarks.gpu_parts.clocks import Clocks
 from benchmarks.gpu_parts.worker import LostError, Worker
 
-FIGURES = ("right", "_tflops", "_share", "_gain", "_passes_ms", "error", "skipped")
+FIGURES = ("right", "_tflops", "_share", "_gain", "_passes_ms", "_tbps", "error", "skipped")
 LAST_SECONDS = 8.0  # of the whole time, for what is under way to end
 MOST_HUNG = 2  # cases of one kernel, which wait till their limits; no more of it after them
 
@@ -28,11 +29,15 @@ class Runner:
         path: of the rows; what processes print goes beside it, to .log.
         seconds: for all.
         given: what every question holds beside the case.
+
+    Attributes:
+        stamp: what every row holds beside the case and its figures.
     """
 
     def __init__(self, answer: str, path: Path, seconds: float, given: Row):
         self.path, self.rows = path, list[Row]()
         self.clocks: Clocks | None = None
+        self.stamp: Row = {}
         self._answer, self._given = answer, given
         self._began = time.monotonic()
         self._end = self._until = self._began + seconds - LAST_SECONDS
@@ -59,14 +64,21 @@ class Runner:
         self.run_lane([case])
         return self.rows[-1]
 
-    def run(self, cases: Sequence[Case], at_once: int = 1, share: float = 1.0) -> None:
+    def run(
+        self,
+        cases: Sequence[Case],
+        at_once: int = 1,
+        share: float = 1.0,
+        seconds: float = math.inf,
+    ) -> None:
         """All cases: in their order, or lane by lane, several lanes side by side.
 
         Args:
             share: of the time that is left; what does not fit into it is skipped.
+            seconds: at most.
         """
         now = time.monotonic()
-        self._until = now + share * (self._end - now)
+        self._until = now + min(share * (self._end - now), seconds)
         if at_once == 1:
             for _, lane in groupby(cases, lambda case: case.lane):
                 self.run_lane(list(lane))
@@ -137,7 +149,7 @@ class Runner:
         self._workers.discard(worker)
 
     def _write(self, case: Case, found: Row) -> None:
-        row = {"part": case.part, **case.options, **found}
+        row = {"part": case.part, **case.options, **found, **self.stamp}
         with self._lock:
             self.rows.append(row)
             with self.path.open("a") as file:

@@ -14,12 +14,15 @@ from torch.nn.attention import SDPBackend
 
 import tilewise as tw
 from benchmarks import gpu
-from benchmarks.gpu_parts import bodies, cases, correctness, kernels
+from benchmarks.gpu_parts import bodies, cases, correctness, executor, kernels
 from benchmarks.gpu_parts.case import GRACE, Case
 from benchmarks.gpu_parts.clocks import Clocks
 from benchmarks.gpu_parts.runner import Runner
 from benchmarks.gpu_parts.session import Session, Times
 from benchmarks.gpu_parts.sizes import FULL, mask_named
+from tilewise.compiler.codegen import pass_code
+from tilewise.execution import forward_backward
+from tilewise.kernels.registry import kernel_named
 
 TINY = {"device": "cpu", "tiny": True}
 
@@ -99,7 +102,7 @@ def test_it_says_so_without_a_gpu(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "rows.jsonl").exists()
 
 
-@pytest.mark.parametrize("part", sorted(bodies.PARTS.keys() - {"ahead flex", "environment"}))
+@pytest.mark.parametrize("part", ["ahead", *cases.PARTS])
 def test_every_part_runs(part):
     tiny = *cases.before(["cpu"], True), *cases.timed(["cpu"], True)
     asked = [case for case in tiny if case.part == part]
@@ -197,3 +200,27 @@ def test_sizes_cover_what_the_kernels_are_for():
     assert names == {"triton", "triton_deterministic"}
     plans = {c.options["plan"] for c in cases.before(cases.EXPECTED, False) if "plan" in c.options}
     assert len(plans) == 9 and "none" in plans
+
+
+@pytest.mark.parametrize("options", [{"q_tile": 4, "schedule": "gather"}, {"head_groups": 2}])
+def test_a_rank_compiles_each_pass_once_and_one_call_has_its_work(options, monkeypatch):
+    shape = {"mask": "causal", "heads": "4:2", "head_dim": 16, "num_tokens": 16 * 24}
+    asked = executor.Shape.of({**shape, "world_size": 16, **options})
+    compiled = []
+    monkeypatch.setattr(
+        forward_backward,
+        "pass_code",
+        lambda *arguments, **given: (
+            compiled.append(given["backward"]) or pass_code(*arguments, **given)
+        ),
+    )
+    with torch.no_grad():
+        watched = executor.Watched(kernel_named("cpu"))
+        rank = executor.Rank(Session(torch.device("cpu"), tiny=True), asked, watched)
+        area = watched.area
+        for run in (rank.forward, rank.backward) * 2:
+            run()
+    assert compiled == [False, True]
+    whole = 384 * 385 // 2
+    assert area * 16 / asked.plan.num_head_groups == pytest.approx(whole, rel=0.1)
+    assert asked.call_heads[0] * asked.plan.num_head_groups == 4

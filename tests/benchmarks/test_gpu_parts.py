@@ -7,7 +7,8 @@ import pytest
 import torch
 from cuda_model.fake_cuda import FakeCuda
 
-from benchmarks.gpu_parts import bodies, executor, session
+from benchmarks.gpu_first import MEMORY
+from benchmarks.gpu_parts import bodies, executor, first, session
 from benchmarks.gpu_parts.session import Session
 
 NAMES = ("triton", *(pytest.param(x, marks=pytest.mark.slow) for x in ("cuda", "cudnn")))
@@ -48,7 +49,8 @@ def cuda(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(session, "FEWEST", 1)
-    monkeypatch.setattr(executor, "captured", lambda run, device: run)
+    for module in (executor, first):
+        monkeypatch.setattr(module, "captured", lambda run, device: run)
     return FakeCuda(monkeypatch)
 
 
@@ -57,7 +59,6 @@ def on_fake_cuda(cuda: FakeCuda, part: str, options: dict) -> dict:
         return bodies.PARTS[part](Session(torch.device("cuda:0"), tiny=True), options)
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_ask_of_cuda_what_it_can_do(name, cuda):
     shape = {"mask": "causal", "heads": "4:2", "head_dim": 128}
@@ -74,3 +75,18 @@ def test_parts_ask_of_cuda_what_it_can_do(name, cuda):
         row = on_fake_cuda(cuda, "kernels", options)
         assert row["forward_ms"] > 0 and row["backward_ms"] > 0
         assert ("forward_kernel_ms" in row) is bool(beside)
+
+
+@pytest.mark.parametrize("what", MEMORY)
+def test_memory_work_asks_of_cuda_what_it_can_do(what, cuda):
+    row = on_fake_cuda(cuda, "bandwidth", {"what": what})
+    assert row["work_ms"] > 0 and row["copy_ms"] > 0 and row["work_tbps"] >= 0
+
+
+def test_a_short_call_and_a_ring_beside_a_graph_do_too(cuda):
+    shape = {"kernel": "triton", "heads": "4:2", "head_dim": 128}
+    row = on_fake_cuda(cuda, "short calls", {**shape, "rows": 64, "keys": 128})
+    assert row["forward_tflops"] >= 0 and row["backward_ms"] > 0
+    rank = {"mask": "causal", "world_size": 4, "num_tokens": 4 * 32, "beside": ["graph"]}
+    row = on_fake_cuda(cuda, "executor", {**shape, **rank})
+    assert row["forward_graph_ms"] > 0 and row["backward_traffic_bytes"] > 0

@@ -5,6 +5,7 @@ streams are left out, and Triton kernels only look at what they are launched wit
 """
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
@@ -45,6 +46,9 @@ class FakeCuda:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            # launches and `loadable` ask where tensors lie
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             stack.enter_context(self._mode)
             if not torch.backends.cuda.is_built():
                 stack.enter_context(PastBindings())

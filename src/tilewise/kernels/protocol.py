@@ -322,7 +322,7 @@ class ProvidedKernel(ABC):
         scores: Scores | None = None,
     ) -> Accumulators:
         scores = scores or Scores(scale)
-        if not (len(q) and len(k)):
+        if not (q.shape[0] and k.shape[0]):
             return into or no_keys(q, v, scores.max_logit)
         return self.attend_into((q, k, v), call, scores, into)
 
@@ -339,7 +339,7 @@ class ProvidedKernel(ABC):
         into: Gradients | None = None,
         scores: Scores | None = None,
     ) -> Gradients:
-        if not (len(q) and len(k)):
+        if not (q.shape[0] and k.shape[0]):
             return into or no_gradients(q, k, v)
         operands = Operands(q, k, v, dout, lse, delta)
         return self.differentiate_into(operands, call, scores or Scores(scale), into)

@@ -97,24 +97,26 @@ class CudaFlash(ProvidedKernel):
     ) -> Gradients:
         q, k, v, dout, lse, delta = operands
         totals = into or no_gradients(q, k, v)
-        if self.equal_widths:
+        if self.equal_widths and q.shape[-1] != v.shape[-1]:
             q, k, v, dout = widened(max(q.shape[-1], v.shape[-1]), q, k, v, dout)
         dout, beside = self.beside_dout(dout, delta)
         for part in flash_parts(call):
-            rows, keys = slice(part.q0, part.q1), slice(part.k0, part.k1)
-            tensors = (dout[rows], q[rows], k[keys], v[keys], beside[rows])
-            statistics = lse[rows].permute(1, 2, 0).contiguous()
+            rows, keys = part[:2], part[2:4]
+            ends = rows, rows, keys, keys, rows
+            tensors = tuple(map(_rows, (dout, q, k, v, beside), ends))
+            statistics = _rows(lse, rows).permute(1, 2, 0).contiguous()
             grads = self.run_backward(tensors, statistics, part, scores)
-            for total, rows_of, grad in zip(totals, (rows, keys, keys), grads, strict=True):
-                total[rows_of] += grad[..., : total.shape[-1]].transpose(0, 1)
+            for total, ends, grad in zip(totals, (rows, keys, keys), grads, strict=True):
+                _rows(total, ends).add_(_columns(grad, total.shape[-1]).transpose(0, 1))
         return totals
 
     def _attend(self, qkv: Tensors, part: FlashRect, scores: Scores) -> tuple[Tensor, Tensor]:
-        rows, keys = slice(part.q0, part.q1), slice(part.k0, part.k1)
         width, v_width = qkv[0].shape[-1], qkv[2].shape[-1]
-        q, k, v = widened(max(width, v_width), *qkv) if self.equal_widths else qkv
-        out, lse = self.run_forward((q[rows], k[keys], v[keys]), part, scores)
-        return out[..., :v_width].transpose(0, 1), lse.permute(2, 0, 1)
+        widens = self.equal_widths and width != v_width
+        whole = widened(max(width, v_width), *qkv) if widens else qkv
+        operands = tuple(map(_rows, whole, (part[:2], part[2:4], part[2:4])))
+        out, lse = self.run_forward(operands, part, scores)
+        return _columns(out, v_width).transpose(0, 1), lse.permute(2, 0, 1)
 
     def beside_dout(self, dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """dout, and what `run_backward` takes beside it, by rows: an out of which delta follows."""
@@ -151,6 +153,14 @@ class CudaFlash(ProvidedKernel):
             scale=scores.scale,
             **({} if is_causal(part) else window(part)),
         )
+
+
+def _rows(x: Tensor, ends: tuple[int, int]) -> Tensor:
+    return x if ends == (0, x.shape[0]) else x[slice(*ends)]
+
+
+def _columns(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else x[..., :width]
 
 
 def batch_first(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from tilewise.kernels.protocol import (
     Scores,
     heads_first,
 )
-from tilewise.tiles.calls import KernelCall
+from tilewise.tiles.calls import KernelCall, Kind
 
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -85,11 +85,12 @@ class _Sdpa(AsideKernel):
         tensors = dout, heads_first(q), self._keys(k), self._keys(v), out
         grads = self.run_backward(tensors, lse.permute(1, 2, 0), cells, scores.scale)
         dq, dk, dv = (g.permute(2, 0, 1, 3) for g in grads)
-        return dq, dk[: len(k)], dv[: len(k)]
+        num_keys = k.shape[0]
+        return (dq, dk, dv) if dk.shape[0] == num_keys else (dq, dk[:num_keys], dv[:num_keys])
 
     def _keys(self, x: Tensor) -> Tensor:
         """Keys or values heads first, filled up with hidden ones to the fewest that are taken."""
-        spare = max(0, self.min_keys - len(x))
+        spare = max(0, self.min_keys - x.shape[0])
         return heads_first(F.pad(x, (0, 0, 0, 0, 0, 0, 0, spare)) if spare else x)
 
 
@@ -118,7 +119,7 @@ class CudnnSdpa(_Sdpa):
         self, operands: tuple[Tensor, ...], lse: Tensor, cells: Cells, scale: float
     ) -> tuple[Tensor, ...]:
         dout, q, k, v, out = operands
-        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # the state of dropout
         sizes = q.shape[2], k.shape[2]
         return _cudnn_backward(
             *(dout, q, k, v, out, lse[..., None].contiguous(), unused, unused, cells.mask),
@@ -155,7 +156,7 @@ class EfficientSdpa(_Sdpa):
         wide_k, wide_v = (_repeated(x, q) for x in (k, v))
         # rows past the end count for nothing: exp(.. - inf) = 0
         lse = F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=torch.inf).contiguous()
-        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # the state of dropout
         dq, dk, dv, _ = _efficient_backward(
             *(dout, q, wide_k, wide_v, _expanded(cells.mask, q), out, lse, unused, unused, 0.0),
             *([True, True, True, False], cells.causal),
@@ -175,6 +176,8 @@ def _expanded(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 def _cells(call: KernelCall, min_keys: int, q: Tensor) -> tuple[Cells, Tensor | None]:
     """Return the cells that a call allows, and which rows see no key (None: all see)."""
+    if call.num_k >= min_keys and (call.kind is Kind.FULL or call.is_square_causal):
+        return Cells(None, call.is_square_causal), None
 
     def make() -> tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor | None, ...]]:
         made = _mask(call, min_keys, q)

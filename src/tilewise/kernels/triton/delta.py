@@ -5,13 +5,14 @@ Imports triton, so nothing imports this module until a CUDA kernel needs out.
 
 # pyright: reportGeneralTypeIssues=false
 
-import math
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.triton.launch import Launch, launch
 from tilewise.kernels.triton.views import in_steps, view_of
 
 _BLOCK = 32
@@ -32,22 +33,21 @@ def put_out_for_delta(
         columns: of out that are not 0.
         least: below this share of |delta|, or this number, dout is changed.
     """
-    num = math.prod(delta.shape)
-    if not num:
-        return
+    if delta.numel():
+        launch(_putting, (dout, delta, changed, out), _put, columns, least)
+
+
+def _putting(
+    tensors: Sequence[Tensor], kernel: Any, columns: int, least: tuple[float, float]
+) -> Launch:
+    dout, delta, _, out = tensors
     (read, written), step = in_steps([view_of(dout), view_of(out)])
-    with torch.cuda.device_of(dout):
-        _put[(triton.cdiv(num, _BLOCK),)](  # pyright: ignore[reportCallIssue]
-            *(dout, delta, changed, out),
-            *(*read[1:], dout.stride(3), *delta.stride(), *written[1:], out.stride(3)),
-            *(num, *delta.shape[1:]),
-            *least,
-            STEP=step,
-            COLUMNS=columns,
-            HEAD_DIM=dout.shape[3],
-            WIDTH=triton.next_power_of_2(dout.shape[3]),
-            BLOCK=_BLOCK,
-        )
+    num = delta.numel()
+    numbers = *read[1:], dout.stride(3), *delta.stride(), *written[1:], out.stride(3)
+    constants = {"STEP": step, "COLUMNS": columns, "HEAD_DIM": dout.shape[3]}
+    constants |= {"WIDTH": triton.next_power_of_2(dout.shape[3]), "BLOCK": _BLOCK}
+    numbers += num, *delta.shape[1:], *least
+    return Launch(kernel, (triton.cdiv(num, _BLOCK), 1, 1), numbers, constants)
 
 
 @triton.jit

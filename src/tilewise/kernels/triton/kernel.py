@@ -5,6 +5,7 @@ triton is imported when the first of them runs.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from tilewise.kernels.protocol import (
     Scores,
     Tensors,
 )
+from tilewise.kernels.triton.launch import Launch, launch
 from tilewise.kernels.triton.tuning import LaunchBlocks, Tuning, tuning_for
 from tilewise.kernels.triton.views import in_steps, view_of
 from tilewise.kernels.triton.work_list import UNIT, work_list
@@ -102,10 +104,10 @@ class TritonSlices(ProvidedKernel):
         # the kernel takes the largest score before it scales: scale must be positive
         scale = scores.scale
         q, scale = (q, scale) if scale > 0 else (-q, -scale) if scale else (torch.zeros_like(q), 1)
-        launch = _Launch(self._tuning(q, v).forward, call, into is not None, scores)
-        views = [view_of(x) for x in (q, k, v, out, lse, largest[0] if largest else lse)]
+        run = _Launch(self._tuning(q, v).forward, call, into is not None, scores)
+        tensors = q, k, v, out, lse, largest[0] if largest else lse
         scale = scores.softcap or scale
-        launch(_kernels()[0], views, (len(q),), scale * math.log2(math.e), PEAKS=bool(largest))
+        run(_kernels()[0], tensors, (len(q),), scale * math.log2(math.e), PEAKS=bool(largest))
         return result
 
     def differentiate_into(
@@ -117,17 +119,15 @@ class TritonSlices(ProvidedKernel):
         grads = into or (_empty(q).zero_() if at_once else _empty(q), _empty(k), _empty(v))
         _, by_rows, by_keys, _ = _kernels()
         statistics = _row_statistics(lse, delta)
-        *rows, dq, dk, dv = (view_of(x) for x in (q, k, v, dout, *grads))
-        padded = statistics.shape[-1]
+        rows, (dq, dk, dv), padded = (q, k, v, dout), grads, statistics.shape[-1]
         if not at_once:
-            launch = _Launch(tuning.dq, call, add, scores)
-            launch(by_rows, (*rows, dq, statistics), (len(q), padded), scores.scale)
+            run = _Launch(tuning.dq, call, add, scores)
+            run(by_rows, (*rows, dq), (len(q), padded), scores.scale, statistics)
         passes = (at_once,) if at_once else tuning.keys
         for i, blocks in enumerate(passes):
             made = {"DK": i == 0, "DV": i == len(passes) - 1, "DQ": bool(at_once), "UNIT": UNIT}
-            launch = _Launch(blocks, call, add, scores, of_keys=True)
-            views = *rows, dq, dk, dv, statistics
-            launch(by_keys, views, (len(k), padded), scores.scale, **made)
+            run = _Launch(blocks, call, add, scores, of_keys=True)
+            run(by_keys, (*rows, dq, dk, dv), (len(k), padded), scores.scale, statistics, **made)
         return grads
 
     def _tuning(self, q: Tensor, v: Tensor) -> Tuning:
@@ -159,10 +159,16 @@ class _Launch:
     of_keys: bool = False
 
     def __call__(
-        self, kernel: Any, views: Any, sizes: tuple[int, ...], scale: float, **options: Any
+        self,
+        kernel: Any,
+        tensors: Sequence[Tensor],
+        sizes: tuple[int, ...],
+        scale: float,
+        *extra: Tensor,
+        **options: Any,
     ) -> None:
-        (q, *_), (k, *_), (v, *_) = views[:3]
-        rows, keys, warps, stages, registers = self.blocks
+        q, k = tensors[:2]
+        rows, keys, *_ = self.blocks
         own, others = (keys, rows) if self.of_keys else (rows, keys)
         key = "triton", own, others, self.of_keys
         lists, num_busy = CALL_CACHE.get(
@@ -178,29 +184,32 @@ class _Launch:
             )
         if not num_items * programs:
             return
-        if registers:
-            options["maxnreg"] = registers
-        views, step = in_steps(views)
-        work = *views, lists, *sizes, heads, q.shape[2] // k.shape[2], scale
-        with torch.cuda.device_of(q):
-            kernel[(num_items, programs)](
-                *work,
-                _rule(self.scores),
-                HEAD_DIM=q.shape[3],
-                WIDTH=_block_width(q),
-                V_DIM=v.shape[3],
-                V_WIDTH=_block_width(v),
-                ROWS=rows,
-                KEYS=keys,
-                ADD=self.add,
-                CAPPED=self.scores.softcap is not None,
-                DROPS=self.scores.dropout_p > 0,
-                STEP=step,
-                num_warps=warps,
-                num_stages=stages,
-                enable_fp_fusion=True,
-                **options,
-            )
+        rule, drops = _rule(self.scores), self.scores.dropout_p > 0
+        facts = kernel, self.blocks, (num_items, programs), self.add
+        facts += self.scores.softcap is not None, (rule[2:5], rule[7]) if drops else None
+        rest = *extra, lists, *sizes, heads, q.shape[2] // k.shape[2], float(scale), rule
+        launch(_attending, tensors, *facts, *options.items(), extra=rest)
+
+
+def _attending(
+    tensors: Sequence[Tensor],
+    kernel: Any,
+    blocks: LaunchBlocks,
+    grid: tuple[int, int],
+    add: bool,
+    capped: bool,
+    drops: Any,
+    *options: tuple[str, Any],
+) -> Launch:
+    views, step = in_steps([view_of(x) for x in tensors])
+    rows, keys, warps, stages, registers = blocks
+    q, _, v, *_ = tensors
+    given = {"HEAD_DIM": q.shape[3], "WIDTH": _block_width(q), **dict(options)}
+    given |= {"V_DIM": v.shape[3], "V_WIDTH": _block_width(v), "ROWS": rows, "KEYS": keys}
+    given |= {"ADD": add, "CAPPED": capped, "DROPS": drops is not None, "STEP": step}
+    given |= {"num_warps": warps, "num_stages": stages}
+    given |= {"maxnreg": registers} if registers else {}
+    return Launch(kernel, (*grid, 1), (), given, [x[1:] for x in views])
 
 
 def _rule(scores: Scores) -> ScoreRule:
@@ -227,13 +236,17 @@ def _row_statistics(lse: Tensor, delta: Tensor) -> Tensor:
     shape = batch, heads, 2, num_steps * _STEP
     statistics = torch.empty(shape, dtype=torch.float32, device=lse.device)
     several = min(16, 1 << (heads - 1).bit_length())
-    with torch.cuda.device_of(lse):
-        _kernels()[3][(num_steps, -(-heads // several), batch)](
-            *(view_of(lse), view_of(delta), statistics, num_rows, shape[-1], heads),
-            ROWS=_STEP,
-            HEADS=several,
-        )
+    grid = num_steps, -(-heads // several), batch
+    extra = statistics, num_rows, shape[-1], heads
+    launch(_stating, (lse, delta), _kernels()[3], grid, several, extra=extra)
     return statistics
+
+
+def _stating(
+    tensors: Sequence[Tensor], kernel: Any, grid: tuple[int, int, int], several: int
+) -> Launch:
+    strides = [x.stride()[:3] for x in tensors]
+    return Launch(kernel, grid, (), {"ROWS": _STEP, "HEADS": several}, strides)
 
 
 def _placed(

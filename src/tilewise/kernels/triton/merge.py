@@ -3,14 +3,15 @@
 Imports triton, so nothing imports this module until CUDA tensors are merged.
 """
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.triton.launch import Launch, launch
 from tilewise.kernels.triton.views import in_steps, view_of
 
 _BLOCK = 64
@@ -18,22 +19,19 @@ _BLOCK = 64
 
 def merge_rows(out_acc: Tensor, lse_acc: Tensor, out: Tensor, lse: Tensor) -> None:
     """`merge_into` of [rows, batch, heads, head_dim] and [rows, batch, heads], of any strides."""
-    num = math.prod(lse.shape)
-    if not num:
-        return
+    if lse.numel():
+        launch(_merging, (out_acc, lse_acc, out, lse), _merge)
+
+
+def _merging(tensors: Sequence[Tensor], kernel: Any) -> Launch:
+    out_acc, lse_acc, out, lse = tensors
     ((old,), old_step), ((new,), new_step) = (in_steps([view_of(x)]) for x in (out_acc, out))
-    with torch.cuda.device_of(out_acc):
-        _merge[(triton.cdiv(num, _BLOCK),)](  # pyright: ignore[reportCallIssue]
-            *(out_acc, lse_acc, out, lse),
-            *(*old[1:], out_acc.stride(3), *lse_acc.stride()),
-            *(*new[1:], out.stride(3), *lse.stride(), num, *lse.shape[1:]),
-            OLD_STEP=old_step,
-            NEW_STEP=new_step,
-            HEAD_DIM=out.shape[3],
-            WIDTH=triton.next_power_of_2(out.shape[3]),
-            BLOCK=_BLOCK,
-            enable_fp_fusion=True,  # pyright: ignore[reportCallIssue]
-        )
+    num = lse.numel()
+    numbers = *old[1:], out_acc.stride(3), *lse_acc.stride()
+    numbers += *new[1:], out.stride(3), *lse.stride(), num, *lse.shape[1:]
+    constants = {"OLD_STEP": old_step, "NEW_STEP": new_step, "HEAD_DIM": out.shape[3]}
+    constants |= {"WIDTH": triton.next_power_of_2(out.shape[3]), "BLOCK": _BLOCK}
+    return Launch(kernel, (triton.cdiv(num, _BLOCK), 1, 1), numbers, constants)
 
 
 def combine_rows(
@@ -48,31 +46,30 @@ def combine_rows(
         parts, into: [rows, batch, heads, head_dim], of any strides and dtypes.
         lses, lse_into: [rows, batch, heads], of any strides.
     """
-    num = math.prod(into.shape[:3])
-    if not num:
-        return
+    if into.shape[:3].numel():
+        statistics = () if lse_into is None else (*lses, lse_into)
+        launch(_combining, (*parts, into, *statistics), lse_into is not None, _combine)
+
+
+def _combining(tensors: Sequence[Tensor], by_lse: bool, kernel: Any) -> Launch:
+    parts = tensors[: len(tensors) // 2] if by_lse else tensors
+    statistics = tensors[len(parts) :]
     places, steps = list[tuple[int, ...]](), list[int]()
-    for x in (*parts, into):
+    for x in parts:
         (view,), step = in_steps([view_of(x)])
         places.append((*view[1:], x.stride(3)))
         steps.append(step)
-    statistics = () if lse_into is None else (*lses, lse_into)
-    lse_strides = [x.stride() for x in statistics]
-    with torch.cuda.device_of(into):
-        _combine[(triton.cdiv(num, _BLOCK),)](  # pyright: ignore[reportCallIssue]
-            *((*parts, into), statistics),
-            *(tuple(x[i] for x in places) for i in range(4)),
-            *(tuple(x[i] for x in lse_strides) for i in range(3)),
-            *(num, *into.shape[1:3]),
-            COUNT=len(parts),
-            STEPS=tuple(steps),
-            BY_LSE=lse_into is not None,
-            ACC=tl.float64 if torch.float64 in {x.dtype for x in (*parts, into)} else tl.float32,
-            HEAD_DIM=into.shape[3],
-            WIDTH=triton.next_power_of_2(into.shape[3]),
-            BLOCK=_BLOCK,
-            enable_fp_fusion=True,  # pyright: ignore[reportCallIssue]
-        )
+    shape = parts[0].shape
+    num = shape[:3].numel()
+    strides = [tuple(x[i] for x in places) for i in range(4)]
+    strides += [tuple(x.stride(i) for x in statistics) for i in range(3)]
+    constants: dict[str, Any] = {"COUNT": len(parts) - 1, "STEPS": tuple(steps), "BY_LSE": by_lse}
+    wide = any(x.dtype is torch.float64 for x in parts)
+    constants |= {"ACC": tl.float64 if wide else tl.float32, "HEAD_DIM": shape[3]}
+    constants |= {"WIDTH": triton.next_power_of_2(shape[3]), "BLOCK": _BLOCK}
+    numbers = *strides, num, *shape[1:3]
+    tuples = len(parts), len(statistics)
+    return Launch(kernel, (triton.cdiv(num, _BLOCK), 1, 1), numbers, constants, tuples=tuples)
 
 
 @triton.jit
