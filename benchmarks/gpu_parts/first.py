@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,6 @@ SHAPE, TINY_SHAPE = (2048, 32, 128), (16, 2, 16)  # rows, heads and head_dim of 
 SETS, TINY_SETS = 16, 2  # of operands, more than an L2 cache holds; one launch for each
 SENT_BYTES, TINY_SENT_BYTES = 1 << 29, 1 << 12
 SOURCES = (1, 2, 4, 8)  # partial results that are combined
-COMBINE: Any = getattr(merge, "combine", None)
-NO_COMBINE: Row = {"skipped": "this version merges partial results one by one"}
 
 
 class Work(NamedTuple):
@@ -63,7 +61,7 @@ def memory_work(session: Session, what: str, sources: int = 1) -> Work:
             return Work(lambda: wide.add_(x), 2 * wide.nbytes + x.nbytes)
         case "combine":
             partials = [(session.normal(*shape), lse.clone()) for _ in range(sources)]
-            run = partial(COMBINE, partials, (target, lse))
+            run = partial(merge.combine, partials, (target, lse))
             return Work(run, (sources + 1) * (x.nbytes + lse.nbytes))
         case "out_for_delta":
             return Work(partial(out_for_delta, x, lse), 3 * x.nbytes + lse.nbytes)
@@ -83,8 +81,6 @@ def repeated(session: Session, make: Callable[[], Work]) -> Work:
 
 def bandwidth(session: Session, options: Row) -> Row:
     """TB/s of a memory work, in turns with a plain copy of as many bytes."""
-    if options["what"] == "combine" and COMBINE is None:
-        return dict(NO_COMBINE)
     work = repeated(session, lambda: memory_work(session, **options))
     half = work.num_bytes // (TINY_SETS if session.tiny else SETS) // 2
 
@@ -115,8 +111,6 @@ def short_calls(session: Session, options: Row) -> Row:
 
 def sends(session: Session, options: Row) -> Row:
     """The share of a send to itself that memory work beside it hides, on each lane."""
-    if options["what"] == "combine" and COMBINE is None:
-        return dict(NO_COMBINE)
     work = repeated(session, lambda: memory_work(session, **options))
     row: Row = {}
     for way, post in senders(

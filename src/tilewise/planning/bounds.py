@@ -275,17 +275,16 @@ class _TileBounds:
         self._query_sizes = self.layouts[0].sizes
         self._result_bytes = tuple(_result_bytes(self.payload, side) for side in Side)
         self._known: dict[Any, list[_Call]] = {}
-        waits = device_traits(prices.machine.device).waiting_results > 0
-        self._merges = not (waits or self.payload.whole_rows)
+        self.waits = device_traits(prices.machine.device).waiting_results > 0
 
-    def seconds(self, tile: Tile, begun: set[Item]) -> float:
-        """Return the least seconds of a tile's kernels and of adding its results to its partials,
-        where they do not wait.
+    def seconds(self, tile: Tile, begun: set[Item]) -> tuple[float, float]:
+        """Return the least seconds of a tile's kernels and of adding its results to its partials;
+        and, where results wait, of reading them at some later time.
 
         Args:
             begun: partials that have results of earlier tiles; this tile's are added.
         """
-        moved, seconds = 0, 0.0
+        moved, read, seconds = 0, 0, 0.0
         both = [
             [Item(side, Role.PARTIAL, shard) for shard in shards]
             for side, shards in zip(Side, tile[:2], strict=True)
@@ -295,11 +294,15 @@ class _TileBounds:
         for call in calls:
             seconds += self._prices.kernel_seconds(call.queries, call.area)
             for rows, adds, (made, held) in zip(call.rows, added, self._result_bytes, strict=True):
-                if held and self._merges and (adds or made != held):
+                if self.waits:
+                    read += rows * made
+                elif held and (adds or made != held):
                     moved += rows * (made + (2 if adds else 1) * held)
         if calls:
             begun.update(*both)
-        return seconds + merge_seconds(self._prices.machine, moved)
+        if self.payload.whole_rows:  # nothing is added
+            return seconds, 0.0
+        return seconds + merge_seconds(self._prices.machine, moved), self.read_seconds(read)
 
     def _calls(self, tile: Tile) -> list[_Call]:
         """The calls of a tile, at least: those of the table, or one of the rows that it reaches."""
@@ -355,10 +358,15 @@ class _TileBounds:
         return copy_seconds(self._prices.machine, 2 * num_bytes)
 
     def merge_seconds(self, num_bytes: float) -> float:
-        """Return the least seconds of adding partials of so many bytes that have arrived. Where
-        they wait until they are combined, when that is depends on what else waits: none.
-        """
-        return merge_seconds(self._prices.machine, 3 * num_bytes) if self._merges else 0.0
+        """Return the least seconds of adding partials of so many bytes that have arrived."""
+        return (
+            0.0 if self.payload.whole_rows else merge_seconds(self._prices.machine, 3 * num_bytes)
+        )
+
+    def read_seconds(self, num_bytes: float) -> float:
+        """Return the least seconds of reading what waits when it is combined."""
+        machine = self._prices.machine
+        return min(merge_seconds(machine, num_bytes), copy_seconds(machine, num_bytes))
 
     def _area(self, tile: Tile) -> int:
         """Allowed pairs of a tile."""
@@ -424,12 +432,14 @@ class _StepWalk:
     def seconds(self, team: int, steps: tuple[RankStep, ...]) -> float:
         """Return the bound of one rank of a team, and add what crosses its node's border."""
         tiles, work = self._tiles, list[float]()  # seconds of one piece of work after the other
+        reads = list[float]()  # seconds of reading, some time after each piece, what waits
         arriving, leaving = list[Columns](), [[0.0] * 3]  # bytes before each piece, and after it
         node = team * self._degree // self._model.machine.node_size
         crosses = self._nested and self._model.world_size > self._model.machine.node_size
 
-        def do(seconds: float) -> None:
+        def do(seconds: float, read_later: float = 0.0) -> None:
             work.append(seconds)
+            reads.append(read_later)
             arriving.append([0.0] * 3)
             leaving.append([0.0] * 3)
 
@@ -459,7 +469,7 @@ class _StepWalk:
                 if not self._reach or transfer.item.role is Role.PARTIAL:
                     add(leaving[-1], num_bytes(transfer.item), self._link(transfer), True)
             for tile in step.tiles:
-                do(tiles.seconds(tile, begun))
+                do(*tiles.seconds(tile, begun))
                 for side, shards in zip(Side, tile[:2], strict=True):
                     for shard in shards:
                         arrival = bytes_on_the_way.pop(Item(side, Role.OPERAND, shard), None)
@@ -469,6 +479,8 @@ class _StepWalk:
                 item = transfer.item
                 if item.role is Role.OPERAND:
                     bytes_on_the_way[item] = num_bytes(item), self._link(transfer)
+                elif item in begun and not self._reach and tiles.waits:
+                    reads[-1] += tiles.read_seconds(num_bytes(item))
                 elif item in begun and not self._reach:
                     merging = tiles.merge_seconds(num_bytes(item))
                     unmerged[item] = unmerged.get(item, 0.0) + merging
@@ -476,7 +488,10 @@ class _StepWalk:
         do(sum(unmerged.values()) + tiles.pack_seconds(sum(map(self._own_bytes, own_partials))))
         for item in own_partials:  # they go back to the heads' own ranks
             add(leaving[-1], self._own_bytes(item), self._traded, True)
-        return self._in_order(*map(np.array, (work, arriving, leaving)))
+        done, read, arrived, left = map(np.array, (work, reads, arriving, leaving))
+        # When what waits is read is not known, but at the end of the pass all of it has been.
+        at_the_end = self._in_order(done + read, arrived, np.zeros_like(left))
+        return max(at_the_end, self._in_order(done, arrived, left))
 
     def _own_bytes(self, item: Item) -> float:
         """Bytes of an item of the team's own shard, without rows that the mask leaves out."""
