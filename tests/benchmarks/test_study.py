@@ -28,6 +28,7 @@ MEMORY_FREE = replace(
     merge_bandwidth=None,
     pack_bandwidth=None,
     kernels=tuple(replace(kernel, heads=0) for kernel in MACHINE.kernels),
+    device="cpu",  # results were added at once
 )
 """The machine of which the committed rows of contexts and of the map are."""
 WORK = tw.Workload(1 << 14, 16, 16, 64)
