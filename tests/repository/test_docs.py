@@ -84,7 +84,7 @@ def test_every_grid_is_the_plan_that_its_name_says():
         plan = tw.parse(grid)
         assert tw.show(plan) == grid, page
         if not expression.endswith(", pruned"):
-            built = eval(expression, {"__builtins__": {}}, vars(tw))
+            built = eval(expression, {"__builtins__": {}}, {x: getattr(tw, x) for x in tw.__all__})
             assert plan == built, f"{page}: {expression}"
 
 
