@@ -108,10 +108,13 @@ class Measured(NamedTuple):
     ways: tuple[Way, ...]
 
     def machine_of(self, way: Way) -> tw.Machine:
-        """The machine on which adding to a partial takes as long as in the library's own code."""
+        """The machine on which a result is added to a partial at once, as device "cpu" says, and
+        that takes as long as in the library's own code.
+        """
         bandwidth = self.machine.merge_bandwidth
         assert bandwidth, f"{self.machine.name} has no memory_bandwidth"
-        return replace(self.machine, merge_bandwidth=bandwidth * PASSES / way.passes)
+        merging = bandwidth * PASSES / way.passes
+        return replace(self.machine, merge_bandwidth=merging, device="cpu")
 
 
 def _prime_rl(n: int, ulysses: float, ring: float) -> Measured:

@@ -68,12 +68,10 @@ class _Combiner:
 
     def rewrite(self) -> None:
         draft = self._draft
-        old, draft.ops = draft.ops, []
+        old, draft.ops = [op for op in draft.ops if not self._is_empty(op)], []
         self._find_reads(old)
         for op in old:
             match op:
-                case Fill() | Copy() | Merge() if not draft.num_rows(op.target):
-                    pass
                 case Fill() if op.target == View(op.target.buffer):
                     self._partials[op.target.buffer] = Partial(op)
                 case Merge() if op.target.buffer in self._partials:
@@ -83,6 +81,10 @@ class _Combiner:
                 case _:
                     self._sum_all_that_are_read(op)
                     draft.ops.append(op)
+
+    def _is_empty(self, op: DraftOp) -> bool:
+        """Return whether an operation is done to no rows."""
+        return isinstance(op, Fill | Copy | Merge) and not self._draft.num_rows(op.target)
 
     def _find_reads(self, ops: Sequence[DraftOp]) -> None:
         """Note which rows of each buffer are read, so that the last reader of some is known."""
