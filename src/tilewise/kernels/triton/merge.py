@@ -57,7 +57,8 @@ def _combining(tensors: Sequence[Tensor], by_lse: bool, kernel: Any) -> Launch:
     places, steps = list[tuple[int, ...]](), list[int]()
     for x in parts:
         (view,), step = in_steps([view_of(x)])
-        places.append((*view[1:], x.stride(3)))
+        _, row, batch, head = view
+        places.append((row, batch, head, x.stride(3)))
         steps.append(step)
     shape = parts[0].shape
     num = shape[:3].numel()
@@ -91,14 +92,14 @@ def _combine(
     total = tl.zeros((BLOCK,), ACC)
     acc = tl.zeros((BLOCK, WIDTH), ACC)
     if BY_LSE:
-        for i in tl.static_range(COUNT):
+        for i in tl.static_range(COUNT):  # pyright: ignore[reportGeneralTypeIssues]
             place = lses[i] + row * lse_rows[i] + batch * lse_batches[i] + head * lse_heads[i]
             top = tl.maximum(top, tl.load(place, mask=here, other=0.0).to(ACC))
         top = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf is nan
-        for i in tl.static_range(COUNT):
+        for i in tl.static_range(COUNT):  # pyright: ignore[reportGeneralTypeIssues]
             place = lses[i] + row * lse_rows[i] + batch * lse_batches[i] + head * lse_heads[i]
             total += tl.exp(tl.load(place, mask=here, other=0.0).to(ACC) - top)
-    for i in tl.static_range(COUNT):
+    for i in tl.static_range(COUNT):  # pyright: ignore[reportGeneralTypeIssues]
         first = (row * rows[i] + batch * batches[i] + head * heads[i]) * STEPS[i]
         place = parts[i] + first[:, None] + column[None, :] * columns[i]
         x = tl.load(place, mask=inside, other=0.0).to(ACC)
