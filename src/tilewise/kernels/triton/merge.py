@@ -54,11 +54,10 @@ def combine_rows(
 def _combining(tensors: Sequence[Tensor], by_lse: bool, kernel: Any) -> Launch:
     parts = tensors[: len(tensors) // 2] if by_lse else tensors
     statistics = tensors[len(parts) :]
-    places, steps = list[tuple[int, ...]](), list[int]()
+    places, steps = list[tuple[Any, ...]](), list[int]()
     for x in parts:
         (view,), step = in_steps([view_of(x)])
-        _, row, batch, head = view
-        places.append((row, batch, head, x.stride(3)))
+        places.append((*view[1:], x.stride(3)))
         steps.append(step)
     shape = parts[0].shape
     num = shape[:3].numel()
