@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import count, product
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conformance.oracle import Result, assert_close, dense, draw, split
@@ -13,10 +15,16 @@ from conformance.table import STRATEGIES, plans
 from support.thinned import thinned
 
 import tilewise as tw
+from tilewise.compiler.code import Home
+from tilewise.compiler.draft import AttendTile, Draft, Held
 from tilewise.compiler.facts import WAITING_RESULTS
 from tilewise.compiler.ops import Attend, Combine, Copy
 from tilewise.compiler.passes import split_calls
 from tilewise.execution import forward_backward, run
+from tilewise.plan.ir import Tile
+from tilewise.plan.payload import Field
+from tilewise.tiles.call_rows import CallParts, RowSelection
+from tilewise.tiles.calls import KernelCall, Kind
 
 LAYOUTS = tw.zigzag, tw.contiguous, tw.striped
 MASKS = {
@@ -157,3 +165,30 @@ def test_the_simulator_prices_the_code_of_its_machine(plan: tw.Plan):
             spans = (x for x in timeline.rank_spans(0))
             code = plan.code(work, 0, bool(backward), device=device)
             assert sum(x.traffic_bytes for x in spans) == code.traffic_bytes
+
+
+def test_one_side_is_cut_while_the_other_is_a_table(monkeypatch):
+    """Keys picked one by one are copied as they are; queries in two pieces are two calls."""
+    monkeypatch.setattr(split_calls, "CALL_BYTES", 0)
+    monkeypatch.setattr(split_calls, "FULL_DEVICE", 0)
+    draft = Draft(batch=1)
+    q, k = (draft.apart(name, 8, (Field(name, 4, "bfloat16"),), 1, Home.WORKSPACE) for name in "qk")
+    held = ((Held(((0, 8),), (q,)),), (Held(((0, 8),), (k,)),))
+    tile = AttendTile("compute", Tile((0,), (0,), 0), held, ((q,), ()))
+    pieces = tuple(
+        RowSelection(0, slice(at, at + 2), slice(2 * at, 2 * at + 2), slice(2 * at, 2 * at + 2))
+        for at in (0, 2)
+    )
+    table = np.array([0, 1, 5])
+    keys = (RowSelection(0, None, table, table),)
+    call = KernelCall(((0, 2), (4, 6)), ((0, 2), (5, 6)), Kind.FULL)
+    payload: Any = SimpleNamespace(
+        whole_rows=False, backward=False, dtype="bfloat16", heads=lambda _: 1
+    )
+    facts: Any = SimpleNamespace(payload=payload, latent=False, combines=lambda _: True)
+    parts = CallParts(call, pieces, keys, None, None)
+    first, second = split_calls.split_calls(draft, facts, tile, parts)
+    assert (first.call.q, second.call.q) == (((0, 2),), ((4, 6),))
+    assert first.k == second.k == keys and first.call.k == second.call.k == call.k
+    assert [x.block for part in (first, second) for x in part.q] == [slice(0, 2), slice(4, 6)]
+    assert [x.call for part in (first, second) for x in part.q] == [None, None]

@@ -7,7 +7,7 @@ combine. Of both sides of a call, each is copied or cut, whichever moves fewer b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise, product
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from tilewise.compiler.facts import Facts
 from tilewise.plan.ir import Side
 from tilewise.plan.payload import STATISTICS
 from tilewise.plan.row_ranges import Ranges, joined_ranges, packed_ranges
-from tilewise.tiles.call_rows import CallParts, RowSelection, is_range
+from tilewise.tiles.call_rows import CallParts, RowSelection, is_range, num_rows
 from tilewise.tiles.calls import KernelCall, Kind
 
 CALL_BYTES = 34 << 20
@@ -41,12 +41,14 @@ def split_calls(draft: Draft, facts: Facts, tile: AttendTile, parts: Parts) -> I
     if not any(cuts):
         yield parts
         return
-    q, k = (
-        pieces if cut else [[*chain(*pieces)]] for pieces, cut in zip((q, k), cuts, strict=True)
+    queries, keys = (
+        [_call_of(piece, ranges) for piece in pieces] if cut else [(whole, ranges)]
+        for pieces, cut, whole, ranges in (
+            (q, cuts[Side.Q], parts.q, parts.call.q),
+            (k, cuts[Side.KV], parts.k, parts.call.k),
+        )
     )
-    for queries, keys in product(q, k):
-        q_parts, q_ranges = _call_of(queries, parts.call.q)
-        k_parts, k_ranges = _call_of(keys, parts.call.k)
+    for (q_parts, q_ranges), (k_parts, k_ranges) in product(queries, keys):
         call = KernelCall(q_ranges, k_ranges, Kind.FULL)
         yield CallParts(call, q_parts, k_parts, parts.q_heads, parts.kv_heads)
 
@@ -104,7 +106,7 @@ def _cheapest(
 
 
 def _num_rows(draft: Draft, held: Sequence[Held], one: RowSelection[np.ndarray]) -> int:
-    return draft.num_rows(draft.rows(held[one.shard].views[0], one.block))  # pyright: ignore
+    return num_rows(one.block, draft.num_rows(held[one.shard].views[0]))
 
 
 def _result_bytes(draft: Draft, facts: Facts, tile: AttendTile, side: Side) -> int:
