@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from tilewise.arguments import item_bytes
 from tilewise.compiler.code import Home
 from tilewise.compiler.head_exchange import HeadExchange
 from tilewise.compiler.ops import Message, Op, Post, Wait
@@ -229,6 +230,14 @@ class Draft:
             return rows * self.batch * buffer.form.num_bytes
         row = sum(x.width * x.item_bytes for x in self.fields_of(view))
         return rows * self.batch * self.num_heads(view) * row
+
+    def made_bytes(self, view: View, dtype: str) -> int:
+        """Bytes of results as a kernel makes them: statistics as they are, the rest in a dtype."""
+        numbers = sum(
+            x.item_bytes if x.name in STATISTICS else x.width * item_bytes(dtype)
+            for x in self.fields_of(view)
+        )
+        return self.batch * self.num_rows(view) * self.num_heads(view) * numbers
 
     def side_by_side(self, views: Sequence[View]) -> View | None:
         """The rows of one buffer that views are, one after the other; None if they are not."""

@@ -38,7 +38,7 @@ class Waiting(NamedTuple):
 
 
 @dataclass
-class Partial:
+class PartialSum:
     """A partial that is added to.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Combiner:
         self._draft = draft
         self._most = facts.traits.waiting_results
         self._by_lse = not facts.payload.backward
-        self._partials: dict[int, Partial] = {}
+        self._partials: dict[int, PartialSum] = {}
         self._reads_left: defaultdict[int, list[Span]] = defaultdict(list)  # by partial, last first
 
     def rewrite(self) -> None:
@@ -73,7 +73,7 @@ class _Combiner:
         for op in old:
             match op:
                 case Fill() if op.target == View(op.target.buffer):
-                    self._partials[op.target.buffer] = Partial(op)
+                    self._partials[op.target.buffer] = PartialSum(op)
                 case Merge() if op.target.buffer in self._partials:
                     self._merge(op)
                 case Copy() if op.source.buffer in self._partials:
@@ -190,7 +190,7 @@ class _Combiner:
         cuts = sorted({edge for span in spans for edge in span})
         return [_Segment(rows, tuple(self._sources(partial, rows))) for rows in pairwise(cuts)]
 
-    def _sources(self, partial: Partial, rows: Span) -> Iterator[View]:
+    def _sources(self, partial: PartialSum, rows: Span) -> Iterator[View]:
         """The parts of what waits that some rows of a partial are the sum of."""
         for start, stop in partial.summed:
             if _covers((start, stop), rows):
@@ -199,7 +199,9 @@ class _Combiner:
             if _covers((start, stop), rows):
                 yield self._draft.rows(source, (rows[0] - start, rows[1] - start))
 
-    def _write(self, label: str, sources: Sequence[View], target: View, partial: Partial) -> None:
+    def _write(
+        self, label: str, sources: Sequence[View], target: View, partial: PartialSum
+    ) -> None:
         ops = self._draft.ops
         if not sources:
             names = [x.name for x in self._draft.fields_of(partial.blank.target)]

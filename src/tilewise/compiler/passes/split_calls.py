@@ -11,11 +11,9 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from tilewise.arguments import item_bytes
 from tilewise.compiler.draft import AttendTile, Draft, Held
 from tilewise.compiler.facts import Facts
 from tilewise.plan.ir import Side
-from tilewise.plan.payload import STATISTICS
 from tilewise.plan.row_ranges import Ranges, joined_ranges, packed_ranges
 from tilewise.tiles.call_rows import CallParts, RowSelection, is_range, num_rows
 from tilewise.tiles.calls import KernelCall, Kind
@@ -113,10 +111,8 @@ def _result_bytes(draft: Draft, facts: Facts, tile: AttendTile, side: Side) -> i
     """Bytes of a row of a side's results, as kernels make them."""
     if not tile.partials[side]:
         return 0
-    one = draft.buffers[tile.partials[side][0].buffer]
-    size = item_bytes(facts.payload.dtype)
-    fields = (x.item_bytes if x.name in STATISTICS else x.width * size for x in one.fields)
-    return draft.batch * one.heads * sum(fields)
+    row = draft.rows(tile.partials[side][0], (0, 1))
+    return draft.made_bytes(row, facts.payload.dtype)
 
 
 def _call_of(

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tilewise.arguments import item_bytes
 from tilewise.compiler.code import Home
 from tilewise.compiler.draft import AttendTile, Draft, Held, View
 from tilewise.compiler.facts import Facts
@@ -77,7 +76,7 @@ def _attend(draft: Draft, facts: Facts, tile: AttendTile, parts: CallParts[np.nd
             mine = [draft.heads(target, heads[side]) for target in targets]
             merges += _merges(draft, label, aside, mine, selections[side], by_lse)
     places = _places(draft, facts, tile.tile, parts) if facts.needs_places else None
-    made = tuple(_made_bytes(draft, view, facts.payload.dtype) for view in results)
+    made = tuple(draft.made_bytes(view, facts.payload.dtype) for view in results)
     adds = (False,) * len(results)
     ends = tuple(operands), (), tuple(results), adds, made
     draft.ops.append(Attend(tile.label, parts.call, *ends, places))
@@ -95,15 +94,6 @@ def results_aside(
         x._replace(dtype=facts.accumulator if x.name in STATISTICS else dtype) for x in fields
     )
     return draft.apart("results of a call", num_rows, made, num_heads, home)
-
-
-def _made_bytes(draft: Draft, view: View, dtype: str) -> int:
-    """Bytes of results as a kernel makes them: statistics as they are, the rest in a dtype."""
-    numbers = sum(
-        x.item_bytes if x.name in STATISTICS else x.width * item_bytes(dtype)
-        for x in draft.fields_of(view)
-    )
-    return draft.batch * draft.num_rows(view) * draft.num_heads(view) * numbers
 
 
 def _length(heads: slice | None) -> int:
