@@ -228,7 +228,7 @@ def _differentiate(
 
 
 def _window(arguments: dict[str, Any]) -> tuple[int, int]:
-    """How far a query sees to the left and to the right; -1: without bound."""
+    """Return how far a query sees to the left and to the right; -1: without bound."""
     if (
         arguments.get("dropout_p")
         or arguments.get("softcap")

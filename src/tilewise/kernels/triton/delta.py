@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.triton.launch import Launch, launch
+from tilewise.kernels.triton.launch import KernelLaunch, launch
 from tilewise.kernels.triton.views import in_steps, view_of
 
 _BLOCK = 32
@@ -39,7 +39,7 @@ def put_out_for_delta(
 
 def _putting(
     tensors: Sequence[Tensor], kernel: Any, columns: int, least: tuple[float, float]
-) -> Launch:
+) -> KernelLaunch:
     dout, delta, _, out = tensors
     (read, written), step = in_steps([view_of(dout), view_of(out)])
     num = delta.numel()
@@ -47,7 +47,7 @@ def _putting(
     constants = {"STEP": step, "COLUMNS": columns, "HEAD_DIM": dout.shape[3]}
     constants |= {"WIDTH": triton.next_power_of_2(dout.shape[3]), "BLOCK": _BLOCK}
     numbers += num, *delta.shape[1:], *least
-    return Launch(kernel, (triton.cdiv(num, _BLOCK), 1, 1), numbers, constants)
+    return KernelLaunch(kernel, (triton.cdiv(num, _BLOCK), 1, 1), numbers, constants)
 
 
 @triton.jit

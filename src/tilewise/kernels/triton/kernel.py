@@ -25,7 +25,7 @@ from tilewise.kernels.protocol import (
     Scores,
     Tensors,
 )
-from tilewise.kernels.triton.launch import Launch, launch
+from tilewise.kernels.triton.launch import KernelLaunch, launch
 from tilewise.kernels.triton.tuning import LaunchBlocks, Tuning, tuning_for
 from tilewise.kernels.triton.views import in_steps, view_of
 from tilewise.kernels.triton.work_list import UNIT, work_list
@@ -200,7 +200,7 @@ def _attending(
     capped: bool,
     drops: Any,
     *options: tuple[str, Any],
-) -> Launch:
+) -> KernelLaunch:
     views, step = in_steps([view_of(x) for x in tensors])
     rows, keys, warps, stages, registers = blocks
     q, _, v, *_ = tensors
@@ -209,7 +209,7 @@ def _attending(
     given |= {"ADD": add, "CAPPED": capped, "DROPS": drops is not None, "STEP": step}
     given |= {"num_warps": warps, "num_stages": stages}
     given |= {"maxnreg": registers} if registers else {}
-    return Launch(kernel, (*grid, 1), (), given, [x[1:] for x in views])
+    return KernelLaunch(kernel, (*grid, 1), (), given, [x[1:] for x in views])
 
 
 def _rule(scores: Scores) -> ScoreRule:
@@ -244,9 +244,9 @@ def _row_statistics(lse: Tensor, delta: Tensor) -> Tensor:
 
 def _stating(
     tensors: Sequence[Tensor], kernel: Any, grid: tuple[int, int, int], several: int
-) -> Launch:
+) -> KernelLaunch:
     strides = [x.stride()[:3] for x in tensors]
-    return Launch(kernel, grid, (), {"ROWS": _STEP, "HEADS": several}, strides)
+    return KernelLaunch(kernel, grid, (), {"ROWS": _STEP, "HEADS": several}, strides)
 
 
 def _placed(

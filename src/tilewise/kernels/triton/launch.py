@@ -13,7 +13,7 @@ from tilewise.kernels.triton.views import TensorView
 from tilewise.plan.kept import RecentValues
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """A launch but for its tensors.
 
     Attributes:
@@ -37,8 +37,8 @@ class _Known:
 
     __slots__ = ("found",)
 
-    def __init__(self, launch: Launch):
-        self.found: tuple[Any, Launch] = None, launch
+    def __init__(self, launch: KernelLaunch):
+        self.found: tuple[Any, KernelLaunch] = None, launch
 
 
 KNOWN = RecentValues[Hashable, _Known](1024)
@@ -46,7 +46,10 @@ KNOWN = RecentValues[Hashable, _Known](1024)
 
 
 def launch(
-    prepare: Callable[..., Launch], tensors: Sequence[Tensor], *facts: Hashable, extra: Any = ()
+    prepare: Callable[..., KernelLaunch],
+    tensors: Sequence[Tensor],
+    *facts: Hashable,
+    extra: Any = (),
 ) -> None:
     """Launch what `prepare(tensors, *facts)` gives.
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.triton.launch import Launch, launch
+from tilewise.kernels.triton.launch import KernelLaunch, launch
 from tilewise.kernels.triton.views import in_steps, view_of
 
 _BLOCK = 64
@@ -23,7 +23,7 @@ def merge_rows(out_acc: Tensor, lse_acc: Tensor, out: Tensor, lse: Tensor) -> No
         launch(_merging, (out_acc, lse_acc, out, lse), _merge)
 
 
-def _merging(tensors: Sequence[Tensor], kernel: Any) -> Launch:
+def _merging(tensors: Sequence[Tensor], kernel: Any) -> KernelLaunch:
     out_acc, lse_acc, out, lse = tensors
     ((old,), old_step), ((new,), new_step) = (in_steps([view_of(x)]) for x in (out_acc, out))
     num = lse.numel()
@@ -31,7 +31,7 @@ def _merging(tensors: Sequence[Tensor], kernel: Any) -> Launch:
     numbers += *new[1:], out.stride(3), *lse.stride(), num, *lse.shape[1:]
     constants = {"OLD_STEP": old_step, "NEW_STEP": new_step, "HEAD_DIM": out.shape[3]}
     constants |= {"WIDTH": triton.next_power_of_2(out.shape[3]), "BLOCK": _BLOCK}
-    return Launch(kernel, (triton.cdiv(num, _BLOCK), 1, 1), numbers, constants)
+    return KernelLaunch(kernel, (triton.cdiv(num, _BLOCK), 1, 1), numbers, constants)
 
 
 def combine_rows(
@@ -51,7 +51,7 @@ def combine_rows(
         launch(_combining, (*parts, into, *statistics), lse_into is not None, _combine)
 
 
-def _combining(tensors: Sequence[Tensor], by_lse: bool, kernel: Any) -> Launch:
+def _combining(tensors: Sequence[Tensor], by_lse: bool, kernel: Any) -> KernelLaunch:
     parts = tensors[: len(tensors) // 2] if by_lse else tensors
     statistics = tensors[len(parts) :]
     places, steps = list[tuple[Any, ...]](), list[int]()
@@ -69,7 +69,7 @@ def _combining(tensors: Sequence[Tensor], by_lse: bool, kernel: Any) -> Launch:
     constants |= {"WIDTH": triton.next_power_of_2(shape[3]), "BLOCK": _BLOCK}
     numbers = *strides, num, *shape[1:3]
     tuples = len(parts), len(statistics)
-    return Launch(kernel, (triton.cdiv(num, _BLOCK), 1, 1), numbers, constants, tuples=tuples)
+    return KernelLaunch(kernel, (triton.cdiv(num, _BLOCK), 1, 1), numbers, constants, tuples=tuples)
 
 
 @triton.jit
