@@ -309,6 +309,33 @@ class ContextParallel:
         transport = transport_for(self.group)
         return move_rows(x, settled(transport, moves), transport, dim)
 
+    def gather_rows(self, x: Tensor, positions: Tensor, dim: int = 0) -> Tensor:
+        """The rows of the whole tensor at positions that this rank names, wherever they lie.
+
+            rows = cp.gather_rows(latents, cp.index(q_index, k_index, weights, k=64))
+
+        Each row is sent to a rank once, however often it is named there; its backward sums into
+        the owners, in an order that does not change from run to run. Where ranks name more than
+        three quarters of all rows, all travel, as in gather. Each rank that has named rows calls
+        backward.
+
+        Args:
+            x: this rank's rows along dim; dimensions before it are of the batch.
+            positions: any number of global positions, in any order, of any shape; -1 names no row:
+                its result is 0. With dim above 0 one list for all entries of the batch, or
+                [*x.shape[:dim], ...], a list for each entry.
+        Returns:
+            [*positions.shape, *x.shape[dim + 1:]], and x.shape[:dim] before it where one list
+            serves all entries.
+        Raises:
+            ValueError: the same on every rank, before rows travel, if one rank's positions are none
+                of the sequence, or as gather does.
+        """
+        from tilewise.tokens.named_rows import gather_rows
+
+        transport, gather = transport_for(self.group), partial(self.gather, dim=dim)
+        return gather_rows(x, positions, self.layout, transport, dim, gather)
+
     def pieces(self, cu_seqlens: Any = None) -> list[Piece]:
         """The contiguous pieces of this rank's tokens, cut at document borders, as (start, stop).
 
