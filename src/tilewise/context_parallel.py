@@ -336,6 +336,53 @@ class ContextParallel:
         transport, gather = transport_for(self.group), partial(self.gather, dim=dim)
         return gather_rows(x, positions, self.layout, transport, dim, gather)
 
+    def index(
+        self,
+        q_index: Tensor,
+        k_index: Tensor,
+        weights: Tensor,
+        k: int,
+        mask: Mask | None = None,
+        cu_seqlens: Any = None,
+    ) -> Tensor:
+        """The keys that an indexer chooses for this rank's queries: those of the k largest scores.
+
+            chosen = cp.index(q_index, k_index, weights, k=2048)
+            out = cp.attention(q, k, v, mask=tw.Chosen(chosen))
+
+        score = sum over heads of weights relu(q_index . k_index), in fp32 (fp64 for fp64); of keys
+        with equal scores the lower positions. The choice is the same at any split. Index keys that
+        this rank's queries see travel, nothing else; without gradients.
+
+        Args:
+            q_index: [(batch,) this rank's tokens, heads, width].
+            k_index: [(batch,) this rank's tokens, width].
+            weights: [(batch,) this rank's tokens, heads].
+            k: up to the tokens of the sequence.
+            mask: of the keys that a query may choose; None: the one given at the start.
+            cu_seqlens: boundaries of packed documents beside the mask; None: none.
+        Returns:
+            Global positions, int64 [(batch,) this rank's tokens, k], in any order; -1 where a query
+            sees fewer than k keys.
+        Raises:
+            ValueError: the same on every rank, before rows travel, if one rank's operands do not
+                fit, or the ranks' indexers differ.
+        """
+        from tilewise.indexed.choice import choose_keys
+
+        def visible() -> Mask:
+            wanted = self.mask if mask is None else require_type(Mask, "mask", mask)
+            wanted.check_tokens(self.num_tokens)
+            edges = self._boundaries(cu_seqlens)
+            return wanted if cu_seqlens is None else wanted & Document(edges)
+
+        transport = transport_for(self.group)
+        wanted = settled(transport, visible)
+        seen = None if wanted == Full() else wanted
+        gather = partial(self.gather, mask=seen)
+        operands = q_index, k_index, weights
+        return choose_keys(*operands, k, wanted, self.layout, transport, gather)
+
     def pieces(self, cu_seqlens: Any = None) -> list[Piece]:
         """The contiguous pieces of this rank's tokens, cut at document borders, as (start, stop).
 
