@@ -29,6 +29,7 @@ from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.row_moves import RowMoves
 from tilewise.execution.call import autocast_dtype, operand_dtype
 from tilewise.functional import attention
+from tilewise.indexed.chosen import Chosen
 from tilewise.kernels.bias import Alibi
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import given_kernel
@@ -659,7 +660,7 @@ class ContextParallel:
         v: Tensor | None,
         *,
         plan: Plan | None = None,
-        mask: Mask | Sequence[Mask] | None = None,
+        mask: Mask | Chosen | Sequence[Mask] | None = None,
         softmax_scale: float | None = None,
         return_lse: bool = False,
         backward_plan: Plan | None = None,
@@ -683,18 +684,23 @@ class ContextParallel:
 
         Args:
             plan: instead of the strategy's, for this call, and on cp's attention_layout.
-            mask: instead of the one given at the start (layers with windows among full ones). A
+            mask: instead of the one given at the start (layers with windows among full ones).
+                `tw.Chosen`: keys for each query, which that mask must show it; on cp's layout. A
                 list of one for each batch entry runs on the strategy's plan, which must not be one
                 that is made for a single mask.
             kernel: instead of the one given at the start.
             reduction: "canonical" for this call, where it was not asked for at the start.
         """
-        if plan is None:
+        chooses = isinstance(mask, Chosen)
+        if chooses:
+            mask = mask.kept_to(self.mask)
+            plan = ring(self.world_size)  # no plan has a part in it
+        elif plan is None:
             plan, chosen = self._plans(q, k, v, mask, wire)
             # What forward gathered serves its own plan alone.
             if backward_plan is None and save != "gathered":
                 backward_plan = chosen
-        moves = self.moves_rows
+        moves = self.moves_rows and not chooses
         if moves:
             if torch.compiler.is_compiling():
                 raise ValueError(
@@ -710,7 +716,7 @@ class ContextParallel:
             k,
             v,
             plan=plan,
-            layout=self.attention_layout,
+            layout=self.layout if chooses else self.attention_layout,
             mask=self.mask if mask is None and not isinstance(plan, RankPlan) else mask,
             group=self.group,
             softmax_scale=softmax_scale,

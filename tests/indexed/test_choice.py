@@ -34,7 +34,7 @@ class Indexer(NamedTuple):
         return Indexer(*(cp.shard(x, dim) for x in self))
 
 
-def indexer(  # noqa: PLR0913 - what an indexer is
+def indexer(
     num_tokens: int, batch: int | None, heads: int, seed: int, *, ties: bool, width: int = 5
 ) -> Indexer:
     """Random operands; with ties small whole numbers, whose scores are exact and often equal."""
@@ -127,7 +127,7 @@ def test_the_choice_is_the_same_at_any_split(num_tokens: int, dtype: torch.dtype
 def test_many_columns_are_merged(monkeypatch: pytest.MonkeyPatch):
     """Where the scores of all keys are not held at a time."""
     monkeypatch.setattr(choice, "MOST_COLUMNS", 64)
-    monkeypatch.setitem(choice.SIZES, "cpu", choice.BlockSizes(8, 16))
+    monkeypatch.setattr(choice, "SIZES", {"cpu": choice.BlockSizes(8, 16)})
     whole = indexer(300, None, 2, 1, ties=True)
     allowed = tw.Causal().dense(np.arange(300), np.arange(300))
     for k in (1, 20, 100, 300):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ class BlockSizes(NamedTuple):
     keys: int
 
 
-SIZES = {"cpu": BlockSizes(64, 512), "cuda": BlockSizes(256, 4096)}
+SIZES = MappingProxyType({"cpu": BlockSizes(64, 512), "cuda": BlockSizes(256, 4096)})
 """A block has queries x heads x keys products: 8 MB and 256 MB in fp32, of 64 heads."""
 
 LEAST_KEYS = 64

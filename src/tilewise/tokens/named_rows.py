@@ -22,7 +22,7 @@ from tilewise.compiler.row_moves import owners_of
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.layouts.layout import Layout
 from tilewise.tokens.moves import gather_moves
-from tilewise.tokens.rows import row_fields
+from tilewise.tokens.rows import move_rows, row_fields
 from tilewise.transport.agreement import agree, agreement_of, settled
 from tilewise.transport.means import exchange_tensors, on_every_rank
 from tilewise.transport.protocol import Transport
@@ -41,10 +41,12 @@ class NamedRows(NamedTuple):
     Attributes:
         table: rows that this rank named, [rows, ...], each once.
         places: of each position its row of the table, or NO_ROW; the shape of positions.
+        positions: of the table's rows, [rows].
     """
 
     table: Tensor
     places: Tensor
+    positions: Tensor
 
 
 class _Routes(NamedTuple):
@@ -85,7 +87,7 @@ def fetch_rows(  # noqa: PLR0913 - a verb, and the split
     layout: Layout,
     transport: Transport,
     dim: int,
-    gather: Callable[[Tensor], Tensor],
+    gather: Callable[[Tensor], Tensor] | None = None,
     verb: str = "gather_rows",
 ) -> NamedRows:
     """Bring every rank the rows that it names, each once.
@@ -96,7 +98,7 @@ def fetch_rows(  # noqa: PLR0913 - a verb, and the split
         x: this rank's rows along dim; dimensions before it are of the batch.
         positions: global ones, or NO_ROW: [any number] for all entries of the batch, or one list
             for each entry, [*x.shape[:dim], ...].
-        gather: brings all ranks' rows, where most of them are named.
+        gather: brings all ranks' rows, where most of them are named; None: `gather_moves`.
     Raises:
         ValueError: the same on every rank, if one rank's rows or positions do not fit, or the ranks
             differ.
@@ -110,7 +112,7 @@ def fetch_rows(  # noqa: PLR0913 - a verb, and the split
 
     agree(transport, settled(transport, check), None, "first")
     dim %= x.ndim
-    before, beside = x.shape[:dim], x.shape[dim + 1 :]
+    before = x.shape[:dim]
     positions = positions.to(x.device, torch.int64)
     if dim and positions.ndim == 1:
         positions = positions.expand(*before, -1)
@@ -127,17 +129,19 @@ def fetch_rows(  # noqa: PLR0913 - a verb, and the split
     counts = torch.bincount(owners, minlength=transport.world_size)
     by_rank = torch.stack(on_every_rank(transport, counts)).tolist()
     if _names_most(by_rank, layout, num_entries):
-        whole = gather(x).reshape(-1, *beside)
-        return NamedRows(whole, named.reshape(positions.shape))
+        moves = gather_moves(layout, None)
+        whole = move_rows(x, moves, transport, dim) if gather is None else gather(x)
+        every = torch.arange(num_tokens, device=x.device).repeat(num_entries)
+        return NamedRows(whole.flatten(0, dim), named.reshape(positions.shape), every)
     places = tuple((owners == peer).nonzero().flatten() for peer in range(transport.world_size))
     narrow = torch.int32 if num_entries * num_tokens < 1 << 31 else torch.int64
     lists = [source[place].to(narrow) for place in places]
     named_here = exchange_tensors(transport, lists, [counts[rank] for counts in by_rank])
-    own = x.reshape(-1, *beside)
+    own = x.flatten(0, dim)
     sent = tuple(rows.long() for rows in named_here)
     routes = _Routes(sent, places, len(own), all(map(any, by_rank)))
     table = _Exchange.apply(own, routes, transport, False)
-    return NamedRows(table, inverse.reshape(positions.shape))  # pyright: ignore
+    return NamedRows(table, inverse.reshape(positions.shape), keys % num_tokens)  # pyright: ignore
 
 
 def _check_positions(positions: Any, x: Tensor, dim: int, num_tokens: int) -> None:
