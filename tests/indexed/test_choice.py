@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from support.drawn_layouts import drawn, drawn_mask, normal
 from torch import Tensor
 
 import tilewise as tw
-from tests.tokens.test_verbs import drawn, normal
 from tilewise.indexed import choice
 from tilewise.indexed.visible import visible_keys
 from tilewise.masks.tables import PerHead
@@ -53,19 +53,6 @@ def chosen_by(scores: Tensor, allowed: np.ndarray, k: int) -> list[list[int]]:
     return found
 
 
-def masks(draw: Random, num_tokens: int) -> tw.masks.Mask:
-    inside = sorted({draw.randrange(num_tokens + 1) for _ in range(3)})
-    return draw.choice(
-        [
-            tw.Full(),
-            tw.Causal(),
-            tw.Window(draw.randrange(6), draw.choice([0, 2, None])),
-            tw.Causal() & tw.Document((0, *inside, num_tokens)),
-            tw.Window(4, 0) | tw.Document((0, num_tokens // 2, num_tokens)),
-        ]
-    )
-
-
 def as_lists(positions: Tensor) -> list[list[int]]:
     """Chosen positions of each row, and that -1 stands for the rest."""
     return [sorted(at for at in row if at >= 0) for row in positions.tolist()]
@@ -78,7 +65,7 @@ def test_the_choice_is_that_of_the_whole_table(seed: int):
     layout, num_tokens = split.layout, split.layout.num_tokens
     batch, ties = draw.choice([None, 2]), draw.random() < 0.6
     whole = indexer(num_tokens, batch, draw.choice([1, 3]), seed, ties=ties)
-    k, mask = draw.randint(1, num_tokens), masks(draw, num_tokens)
+    k, mask = draw.randint(1, num_tokens), drawn_mask(draw, num_tokens)
     cu_seqlens = draw.choice([None, split.cu_seqlens])
     seen = mask if cu_seqlens is None else mask & tw.Document(cu_seqlens)
     positions = np.arange(num_tokens)
@@ -171,7 +158,7 @@ def test_visible_keys_are_the_masks():
     draw = Random(0)
     for seed in range(40):
         layout = drawn(seed).layout
-        mask, keys = masks(draw, layout.num_tokens), torch.arange(layout.num_tokens)
+        mask, keys = drawn_mask(draw, layout.num_tokens), torch.arange(layout.num_tokens)
         for rank in range(layout.world_size):
             found = visible_keys(mask, layout, rank).contain(keys)
             assert np.array_equal(found.numpy(), mask.dense(layout.rows(rank), keys))

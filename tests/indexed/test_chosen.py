@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from support.drawn_layouts import drawn, drawn_mask, normal
 from torch import Tensor
 
 import tilewise as tw
-from tests.indexed.test_choice import masks
-from tests.tokens.test_verbs import drawn, normal
 from tilewise.indexed import lists
 from tilewise.kernels.reference import Reference
 
@@ -88,7 +87,7 @@ def compare(given: Problem, layout: tw.Layout, mask: tw.masks.Mask, **options: A
         None if x is None else x.clone().requires_grad_()
         for x in (given.q, given.k, given.v, given.sink)
     ]
-    want = dense(given, *leaves)  # pyright: ignore[reportArgumentType]
+    want = dense(given, *leaves)  # pyright: ignore[reportCallIssue, reportArgumentType]
     weighted(*want, given.weights).backward()
     squeezed = given.q.shape[0] == 1 and (given.sink is None or given.sink.ndim < 3)
 
@@ -133,7 +132,7 @@ def compare(given: Problem, layout: tw.Layout, mask: tw.masks.Mask, **options: A
 def test_attention_is_that_of_dense_formulas(seed: int):
     """Over layouts, documents, masks, lengths of lists, batches, heads, widths and sinks."""
     split, draw = drawn(seed), Random(seed)
-    n, mask = split.layout.num_tokens, masks(draw, split.layout.num_tokens)
+    n, mask = split.layout.num_tokens, drawn_mask(draw, split.layout.num_tokens)
     mask = mask & tw.Document(split.cu_seqlens) if draw.random() < 0.4 else mask
     allowed = mask.dense(np.arange(n), np.arange(n))
     compare(problem(draw, allowed, seed), split.layout, mask)

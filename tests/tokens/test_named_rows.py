@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.drawn_layouts import drawn, normal
 from torch import Tensor
 
 import tilewise as tw
-from tests.tokens.test_verbs import drawn, normal
 from tilewise.simulation.row_moves import simulate_moves
 from tilewise.tokens.moves import named_moves
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tilewise.arguments import dtype_name, require_type
 from tilewise.execution.call import Call
@@ -130,14 +131,16 @@ def attend_to_chosen(
 def _expanded(latent: Latent, rows: NamedRows, q: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of the latents in a table."""
     assert latent.expand is not None, "checked"
-    k, v = latent.expand(rows.table, rows.positions, *latent.params)
+    table, positions = rows.table, rows.positions
+    if not len(table):  # functions such as view fail on no rows
+        table, positions = F.pad(table, (0, 0, 0, 1)), positions.new_zeros(1)
+    k, v = latent.expand(table, positions, *latent.params)
     wanted = [
-        (len(rows.table), latent.num_kv_heads, width)
-        for width in (latent.head_dim, latent.v_head_dim)
+        (len(table), latent.num_kv_heads, width) for width in (latent.head_dim, latent.v_head_dim)
     ]
     if [tuple(k.shape), tuple(v.shape)] != wanted or {k.dtype, v.dtype} != {q.dtype}:
         raise ValueError(
-            f"expand made k {tuple(k.shape)} and v {tuple(v.shape)} of {len(rows.table)} rows, but "
+            f"expand made k {tuple(k.shape)} and v {tuple(v.shape)} of {len(table)} rows, but "
             f"must make {wanted[0]} and {wanted[1]}, of {q.dtype}"
         )
     return k, v
