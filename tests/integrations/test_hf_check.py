@@ -289,16 +289,6 @@ def test_ranks_of_one_process_check_their_models():
     tw.loopback(2, on_rank)
 
 
-def test_a_routers_loss_over_all_tokens_is_refused():
-    routed = config("mixtral", output_router_logits=True)
-    with pytest.raises(ValueError, match="output_router_logits=True adds to the loss"):
-        hf.check_model(MixtralForCausalLM(routed))
-    cp = tw.ContextParallel(num_tokens=22, mask=tw.Causal())
-    model = build("mixtral", hf.register(cp))
-    with pytest.raises(ValueError, match="output_router_logits=True"):
-        model(**hf.shard(cp, case((0, 22)).input_ids), output_router_logits=True)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
