@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 
-from support.hf_models import SIZES, Result, build, case, config, errors, result, run_whole, summed
+from support.hf_models import SIZES, Result, case, config, errors, result, run_whole, summed
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -37,7 +37,6 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForTokenClassification,
     LlamaModel,
-    MixtralForCausalLM,
     MobileBertConfig,
     MobileBertForMaskedLM,
     OPTForCausalLM,
