@@ -197,6 +197,27 @@ def test_checkpoints_run_layers_again():
     compare(whole, [*losses], [*grads], want.detach())
 
 
+def test_under_autocast():
+    """As a Trainer with bf16=True runs it: weights of fp32, keys expanded in bf16."""
+    whole, tokens = build("DeepseekV32").eval(), ids()
+    with torch.no_grad():
+        want = whole(tokens, use_cache=False).logits
+
+    def on_rank(rank: int, group: Any) -> Tensor:
+        cp = tw.ContextParallel(group, num_tokens=40, mask=tw.Causal(), layout=tw.zigzag(40, 2))
+        model = hf.parallelize(copy.deepcopy(whole), cp, f"autocast_{rank}")
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(**hf.shard(cp, tokens, labels=tokens))
+        out.loss.backward()
+        assert all(x.grad.isfinite().all() for x in model.parameters() if x.grad is not None)
+        return hf.unshard(cp, out.logits.detach()).float()
+
+    for found in tw.loopback(2, on_rank):
+        # a choice that differs in bf16 changes a row; most rows are those of fp32
+        apart = (found - want).abs().amax(-1) / want.abs().amax()
+        assert (apart[0] < 0.05).float().mean() > 0.7
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_check_model_takes_them(name: str):
     assert refusal(model_class(name), model_class(name).config_class()) is None

@@ -8,6 +8,7 @@ ranks.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -115,7 +116,7 @@ def attend_to_chosen(
     positions = chosen.positions.to(q.device)
     rows = fetch_rows(operands.keys, positions, layout, transport, dim, verb="rows of chosen keys")
     if isinstance(latent, Latent):
-        keys, values = _expanded(latent, rows, q)
+        keys, values = _expanded(latent, rows, q, call.autocast)
     else:
         assert v is not None
         shapes = k.shape[-2:], v.shape[-2:]
@@ -128,13 +129,20 @@ def attend_to_chosen(
     return (out, lse) if sink is None else with_sink(out, lse, sink)
 
 
-def _expanded(latent: Latent, rows: NamedRows, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of the latents in a table."""
+def _expanded(
+    latent: Latent, rows: NamedRows, q: Tensor, autocast: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of the latents in a table.
+
+    Args:
+        autocast: dtype of the torch.autocast region in which attention was called, if in one.
+    """
     assert latent.expand is not None, "checked"
     table, positions = rows.table, rows.positions
     if not len(table):  # functions such as view fail on no rows
         table, positions = F.pad(table, (0, 0, 0, 1)), positions.new_zeros(1)
-    k, v = latent.expand(table, positions, *latent.params)
+    with nullcontext() if autocast is None else torch.autocast(q.device.type, autocast):
+        k, v = latent.expand(table, positions, *latent.params)
     wanted = [
         (len(table), latent.num_kv_heads, width) for width in (latent.head_dim, latent.v_head_dim)
     ]

@@ -165,6 +165,8 @@ class _Scores(_Stand):
         self.factor *= factor
         return self
 
+    __rmul__ = __mul__
+
     def raised(self) -> _Scores:
         self.is_raised = True
         return self
