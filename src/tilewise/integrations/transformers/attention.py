@@ -15,6 +15,7 @@ import tilewise as tw
 from tilewise.execution.validation import MOST_SEEDS
 from tilewise.integrations.seeds import agreed_seed, drawn_seed
 from tilewise.integrations.transformers.adapters import names_in_layers
+from tilewise.integrations.transformers.chosen_keys import attend_to_chosen
 from tilewise.integrations.transformers.documents import (
     CuSeqlens,
     checked_documents,
@@ -312,8 +313,6 @@ def attention_of(cp: tw.ContextParallel, proven: bool) -> Callable[..., tuple[Te
             "dropout_seed": attention_mask.dropout_seed(module) if dropout else None,
         }
         if indices is not None:
-            from tilewise.integrations.transformers.indexers import attend_to_chosen
-
             chosen = indices[:, spare:]
             out = attend_to_chosen(cp, module, query, key, value, chosen, mask, options)
         else:

@@ -11,19 +11,15 @@ latents travel to the queries that chose them, and are expanded there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import tilewise as tw
 from tilewise.integrations.transformers.attention import LayerMask, refuse
+from tilewise.integrations.transformers.chosen_keys import EXPANDS, kept_apart
 from tilewise.integrations.transformers.saved import not_compiled
-
-EXPANDS = "expand_kv"
-"""The method of an attention module that makes keys and values of latents."""
 
 
 def wire_indexers(base: nn.Module) -> None:
@@ -48,7 +44,7 @@ def _before_attention(module: Any, args: tuple[Any, ...], given: dict[str, Any])
     mask.of_indexer = IndexMask(mask)
     chooses = module.indexer is not None or given.get("prev_topk_indices") is not None
     if chooses and hasattr(module, EXPANDS):
-        setattr(module, EXPANDS, _kept_apart)
+        setattr(module, EXPANDS, kept_apart)
 
 
 @not_compiled
@@ -62,11 +58,6 @@ def _before_indexer(_: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any
     if mask is None:
         return None
     return args, given | {"past_key_values": _KeysOfAllRanks(mask)}
-
-
-def _kept_apart(latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """In place of `expand_kv`: attention gets the latents, and expands those that travelled."""
-    return latent, rotary
 
 
 class _Stand:
@@ -214,49 +205,3 @@ class _Top(NamedTuple):
     """The result of top-k of which an indexer reads the indices."""
 
     indices: Tensor
-
-
-def attend_to_chosen(  # noqa: PLR0913 - what a layer passes to its attention
-    cp: tw.ContextParallel,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    indices: Tensor,
-    mask: tw.masks.Mask | list[tw.masks.Mask],
-    options: dict[str, Any],
-) -> Tensor:
-    """out [batch, rows, heads, v_head_dim] of a layer that has been told which keys to see.
-
-    Args:
-        query, key, value: [batch, heads, rows, width]; key and value are a latent and its rotary
-            part, [batch, 1, rows, width], where `expand_kv` has been put off.
-        indices: [batch, rows, k], global positions.
-        mask: the layer's; where each batch entry has its own, the choice is not compared with it.
-        options: of cp.attention.
-    """
-    chosen = tw.Chosen(indices, None if isinstance(mask, list) else mask)
-    q = query.transpose(1, 2)
-    if vars(module).get(EXPANDS) is not _kept_apart:
-        k, v = (x.transpose(1, 2) for x in (key, value))
-        return cp.attention(q, k, v, mask=chosen, **options)
-    latent = tw.wire.Latent(
-        _expansion(module, (key.shape[-1], value.shape[-1])),
-        num_kv_heads=query.shape[1],
-        head_dim=query.shape[3],
-        v_head_dim=module.v_head_dim,
-    )
-    rows = torch.cat([key, value], -1).squeeze(1)
-    return cp.attention(q, rows, None, mask=chosen, wire=latent, **options)
-
-
-def _expansion(module: Any, widths: tuple[int, int]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The function that makes keys and values of latent rows [n, width], by a module's own code."""
-    expand = getattr(type(module), EXPANDS)
-
-    def expanded(rows: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-        parts = (x[None, None] for x in rows.split(widths, -1))
-        k, v = expand(module, *parts)
-        return k[0].transpose(0, 1), v[0].transpose(0, 1)
-
-    return expanded
