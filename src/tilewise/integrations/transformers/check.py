@@ -31,7 +31,7 @@ from tilewise.integrations.transformers.saved import (
     not_compiled,
     use_split_attention,
 )
-from tilewise.integrations.transformers.split_calls import stand_in
+from tilewise.integrations.transformers.stand_ins import stand_in
 from tilewise.integrations.transformers.states import (
     documents_of_call,
     has_state_functions,

@@ -48,7 +48,7 @@ from tilewise.integrations.transformers.saved import (
     use_split_attention,
     whole_attention,
 )
-from tilewise.integrations.transformers.split_calls import standing_in
+from tilewise.integrations.transformers.stand_ins import standing_in
 from tilewise.integrations.transformers.states import (
     CACHES,
     StateLayers,

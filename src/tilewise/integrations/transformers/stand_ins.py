@@ -1,5 +1,5 @@
-"""What stands in for a model's own code while a call of it runs split: dropout by position, and a
-routers' loss that counts all ranks.
+"""Split calls run dropout by position, and a routers' loss that counts all ranks, in place of the
+model's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from tilewise.integrations.transformers.saved import Shared, is_split, not_compi
 
 
 class _Open(threading.local):
-    """What ends with each hooked model in progress in this thread, the innermost last."""
+    """Contexts of the hooked models that run in this thread, the innermost last: each is closed
+    when its model ends.
+    """
 
     def __init__(self) -> None:
         self.calls: list[ExitStack] = []
@@ -41,13 +43,18 @@ class _Ranks(Shared):
 
 @contextmanager
 def standing_in(called: Any, model_class: type, cp: tw.ContextParallel) -> Iterator[None]:
-    """A model of a class, or what PEFT made of one, runs a call over cp inside."""
+    """Replace a model's dropout and routers' loss inside, for one split call over cp.
+
+    Args:
+        called: the model, or what PEFT made of it.
+        model_class: the model's, of transformers.
+    """
     with rows_dropped(called, cp), routers_of_all_ranks(model_class, cp):
         yield
 
 
 def stand_in(called: nn.Module, base: nn.Module, cp: tw.ContextParallel) -> None:
-    """Make every split call of a model run as in standing_in.
+    """Hook a model so that each of its split calls runs inside standing_in.
 
     Args:
         called: base, or what PEFT made of it.
