@@ -15,6 +15,8 @@ from tilewise_tools.report.words import quantity
 
 SEARCHED = 16
 """Up to this many ranks a whole search is made; among more only promising plans are tried."""
+MOST_LETTERS = 80
+"""Of plans' names in a line; longer ones have a mask or a layout in them."""
 LEAST_GAIN = 0.03
 """Part of the simulated time below which a change is not worth a word."""
 
@@ -75,9 +77,9 @@ def _fastest(work: Workload, machine: Machine, n: int) -> tuple[str, str, float]
         names = dict.fromkeys((pair.plan.name, pair.backward_plan.name))
         return " / ".join(names), "", pair.seconds
     best = search(work, machine, world_size=n)[0]
-    names = dict.fromkeys((best.plan.name, best.backward_plan.name))
+    names = " / ".join(dict.fromkeys((best.plan.name, best.backward_plan.name)))
     save = f", save={best.save!r}" if best.save != best.plan.default_save else ""
-    return " / ".join(names), save, best.seconds
+    return names if len(names) <= MOST_LETTERS else best.strategy, save, best.seconds
 
 
 def text_of(change: Change) -> str:

@@ -4,12 +4,15 @@ work on one rank than on others, and the document that makes it so.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from bisect import bisect_left, bisect_right
+from itertools import pairwise, product
 from math import ceil
 from typing import NamedTuple
 
-from tilewise.layouts.layout import Layout
+import numpy as np
+
 from tilewise.masks.base import And, Document, Mask
+from tilewise.plan.ir import Plan
 from tilewise.workload import Workload
 from tilewise_tools.explain.rates import KernelRates, Link, LinkRate
 from tilewise_tools.explain.rows import Run
@@ -17,7 +20,7 @@ from tilewise_tools.report.words import quantity
 
 SLOW_RANK = 1.25
 """Least number of times as long as others' that a slow rank's kernels take."""
-SPREADS = 2
+SPREADS = 3
 """Times the distance of most other ranks from the usual rank, that a slow rank is beyond."""
 SLOW_LINK = 1.6
 ALIKE = 0.25
@@ -26,7 +29,6 @@ UNEVEN = 1.1
 """Work of the busiest rank over the mean, from which it is worth a word."""
 LEAST_SHARE = 0.02
 """Of the step, that a cause must cost."""
-MOST_PIECES = 4096
 
 
 class Finding(NamedTuple):
@@ -52,16 +54,17 @@ def findings(
     kernels: KernelRates,
     links: dict[Link, LinkRate],
     work: Workload | None,
+    plan: Plan | None,
 ) -> list[Finding]:
     """Return the causes that cost enough to be named, the dearest first.
 
     Args:
-        work: what was computed; None: it is not known, and no document is named.
+        work, plan: what was computed; None: it is not known, and no document is named.
     """
     found = [
         *_slow_ranks(run, kernels),
         *_slow_links(run, links),
-        *_uneven_work(kernels, work),
+        *_uneven_work(kernels, work, plan),
     ]
     found = [one for one in found if one.seconds >= LEAST_SHARE * step_seconds]
     return sorted(found, key=lambda one: -one.seconds)
@@ -114,14 +117,14 @@ def _slow_links(run: Run, links: dict[Link, LinkRate]) -> list[Finding]:
     return [Finding("slow link", seconds, text, (src, dst))]
 
 
-def _uneven_work(kernels: KernelRates, work: Workload | None) -> list[Finding]:
+def _uneven_work(kernels: KernelRates, work: Workload | None, plan: Plan | None) -> list[Finding]:
     """The rank with most work, and the document that is most of it."""
     mean, most = sum(kernels.work) / len(kernels.work), max(kernels.work)
     if not mean or most < UNEVEN * mean:
         return []
     rank = kernels.work.index(most)
     seconds, times = most - mean, f"{most / mean:.2g}"
-    longest = None if work is None else longest_document(work, len(kernels.work), rank)
+    longest = None if work is None or plan is None else longest_document(work, plan, rank)
     if longest is None:
         layout = "" if work is None else f" under {work.layout_for(len(kernels.work))!r}"
         text = f"rank {rank} has {times} times the mean work{layout}, {_time(seconds)} more a step"
@@ -134,21 +137,49 @@ def _uneven_work(kernels: KernelRates, work: Workload | None) -> list[Finding]:
     return [Finding("uneven work", seconds, text, (rank,), longest)]
 
 
-def longest_document(work: Workload, n: int, rank: int) -> tuple[int, int, int] | None:
-    """The document that has most pairs of a rank's queries: its number from 0, its first token and
-    the one after its last; None: the mask has no documents, or one alone.
+def longest_document(work: Workload, plan: Plan, rank: int) -> tuple[int, int, int] | None:
+    """The document of which a rank computes most pairs: its number from 0, its first token and the
+    one after its last; None: the mask has no documents, or one alone.
     """
     edges = _documents(work.mask)
     if edges is None or len(edges) < 3:
         return None
-    layout = work.layout_for(n)
-    areas = [
-        (_own_area(work.mask, layout, rank, (start, stop)), number, start, stop)
-        for number, (start, stop) in enumerate(pairwise(edges))
-        if stop > start
+    resolved = work.resolve(plan)[0]
+    cells = {
+        (q, kv)
+        for step in resolved.pruned.rank_steps(rank)
+        for tile in step.tiles
+        for q in tile.q
+        for kv in tile.kv
+    }
+    pieces = [
+        (_pieces(resolved.layouts[0].rows(q)), _pieces(resolved.layouts[1].rows(kv)))
+        for q, kv in cells
     ]
-    _, *longest = max(areas, key=lambda one: one[0])
-    return longest[0], longest[1], longest[2]
+    areas = np.zeros(len(edges) - 1, np.int64)
+    for q_pieces, k_pieces in pieces:
+        for q, k in product(q_pieces, k_pieces):
+            # Of the pairs that the mask allows, both ends are in one document.
+            first, last = bisect_right(edges, max(q[0], k[0])), bisect_left(edges, min(q[1], k[1]))
+            for number in range(max(first - 1, 0), last):
+                start, stop = edges[number], edges[number + 1]
+                rows, keys = (_cut(piece, start, stop) for piece in (q, k))
+                if rows[0] < rows[1] and keys[0] < keys[1]:
+                    areas[number] += work.mask.area(rows, keys)
+    number = int(areas.argmax())
+    return number, edges[number], edges[number + 1]
+
+
+def _pieces(rows: np.ndarray) -> list[tuple[int, int]]:
+    """Rows as ranges."""
+    if not len(rows):
+        return []
+    cuts = [0, *((np.diff(rows) != 1).nonzero()[0] + 1).tolist(), len(rows)]
+    return [(int(rows[a]), int(rows[b - 1]) + 1) for a, b in pairwise(cuts)]
+
+
+def _cut(piece: tuple[int, int], start: int, stop: int) -> tuple[int, int]:
+    return max(piece[0], start), min(piece[1], stop)
 
 
 def _documents(mask: Mask) -> tuple[int, ...] | None:
@@ -158,22 +189,6 @@ def _documents(mask: Mask) -> tuple[int, ...] | None:
     if isinstance(mask, And):
         return _documents(mask.a) or _documents(mask.b)
     return None
-
-
-def _own_area(mask: Mask, layout: Layout, rank: int, document: tuple[int, int]) -> float:
-    """Pairs of a rank's queries in a document. Of rows that do not lie side by side: of the
-    document's pairs as large a part as of its rows.
-    """
-    start, stop = document
-    rows = layout.rows(rank)
-    mine = rows[(rows >= start) & (rows < stop)]
-    if not len(mine):
-        return 0.0
-    cuts = [0, *((mine[1:] - mine[:-1] != 1).nonzero()[0] + 1).tolist(), len(mine)]
-    if len(cuts) > MOST_PIECES:
-        return mask.area(document, document) * len(mine) / (stop - start)
-    pieces = ((int(mine[a]), int(mine[b - 1]) + 1) for a, b in pairwise(cuts))
-    return float(sum(mask.area(piece, document) for piece in pieces))
 
 
 def _host(run: Run, rank: int) -> str:

@@ -175,7 +175,7 @@ def explain(run: Run, machine: Machine | None = None, plan: Plan | None = None) 
     by_rank, waits, seconds = _sums(steps)
     n = len(by_rank)
     parts = {part: sum(one[part] for one in by_rank) / n for part in PARTS}
-    found = findings(run, seconds, kernels, links, main.work)
+    found = findings(run, seconds, kernels, links, main.work, main.plans and main.plans[0])
     simulation = change = None
     if main.work is not None:
         machine = machine or machine_of(run, steps, kernels, links, main.work)

@@ -40,7 +40,8 @@ class KernelRates(NamedTuple):
     """Speed of the kernels of all ranks.
 
     Attributes:
-        fits: of forward and backward calls, at the usual rank's speed; None: there are none.
+        fits: of forward and backward calls, at the speed of the usual rank when nothing disturbs
+            it; None: there are none.
         slowness: of each rank: its kernels take so many times as long as the usual rank's for the
             same calls.
         work: of each rank, seconds of a step's kernels at the usual rank's speed.
@@ -72,21 +73,27 @@ def kernel_rates(run: Run, steps: Sequence[RecordedStep]) -> KernelRates:
     for _ in range(ROUNDS):
         for backward in (False, True):
             some = [
-                (_features(op), median(seconds) / slowness[rank])
+                (_features(op), _undisturbed(seconds) / slowness[rank])
                 for (rank, back, op), seconds in calls.items()
                 if back == backward and seconds
             ]
             fits[backward] = _fit(some) if some else None
-        work, taken = [0.0] * n, [0.0] * n
+        work, taken, least = [0.0] * n, [0.0] * n, [0.0] * n
         for (rank, backward, op), seconds in calls.items():
-            fit = fits[backward]
+            fit, count = fits[backward], len(seconds) / len(steps)
             assert fit is not None
-            work[rank] += fit.seconds(op) * len(seconds) / len(steps)
-            taken[rank] += median(seconds) * len(seconds) / len(steps)
-        found = [a / b if b else 1.0 for a, b in zip(taken, work, strict=True)]
+            work[rank] += fit.seconds(op) * count
+            taken[rank] += sum(seconds) / len(steps)
+            least[rank] += _undisturbed(seconds) * count
+        found = [a / b if b else 1.0 for a, b in zip(least, work, strict=True)]
         usual = median_low(found) or 1.0  # of two ranks the faster one
         slowness = [x / usual for x in found]
     return KernelRates((fits[0], fits[1]), tuple(slowness), tuple(work), tuple(taken))
+
+
+def _undisturbed(seconds: Sequence[float]) -> float:
+    """The lower quartile: what else a host does makes some calls longer, none shorter."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def _features(op: OpRow) -> tuple[float, float, float]:
