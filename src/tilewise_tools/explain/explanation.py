@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tilewise.plan.ir import Plan
@@ -34,8 +35,12 @@ from tilewise_tools.explain.waiting import (
 )
 from tilewise_tools.report.words import quantity
 
-PARTS = {KERNEL: "kernels", WAIT: "waiting", COPY: "copies and merges", OUTSIDE: "the rest"}
-DOES = {KERNEL: "computes", COPY: "copies and merges", OUTSIDE: "is outside of attention's passes"}
+PARTS = MappingProxyType(
+    {KERNEL: "kernels", WAIT: "waiting", COPY: "copies and merges", OUTSIDE: "the rest"}
+)
+DOES = MappingProxyType(
+    {KERNEL: "computes", COPY: "copies and merges", OUTSIDE: "is outside of attention's passes"}
+)
 SHOWN_WAITS = 3
 SHOWN_FINDINGS = 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 
 from tilewise_tools.explain.explanation import PARTS, Explanation
 from tilewise_tools.explain.waiting import COPY, KERNEL, OUTSIDE, WAIT, Piece
@@ -10,7 +11,7 @@ from tilewise_tools.report.drawing import AROUND, Drawing, Words, axis, colour, 
 from tilewise_tools.report.page import Fact, Figure, Page, Section, TextTable
 from tilewise_tools.report.words import quantity
 
-COLOURS = {KERNEL: 0, WAIT: 1, COPY: 2, OUTSIDE: 4}
+COLOURS = MappingProxyType({KERNEL: 0, WAIT: 1, COPY: 2, OUTSIDE: 4})
 """The palette's numbers."""
 ROW = 44  # pixels
 MOST_ROWS = 32

@@ -7,20 +7,22 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tilewise.arguments import MOST_RANKS
 from tilewise.recording import FOLDER, FORMAT
 
-AGREED = ("version", "world_size", "machine", "run", "every")
-"""Entries of a file's head that must be the same in the files of all ranks."""
-MEANINGS = {
-    "run": "run",
-    "version": "version of tilewise",
-    "world_size": "number of ranks",
-    "every": "number of steps of which one is recorded",
-    "machine": "machine",
-}
+AGREED = MappingProxyType(
+    {
+        "version": "version of tilewise",
+        "world_size": "number of ranks",
+        "machine": "machine",
+        "run": "run",
+        "every": "number of steps of which one is recorded",
+    }
+)
+"""Entries of a file's head that must be the same in the files of all ranks, and what they are."""
 
 
 class Sent(NamedTuple):
@@ -266,11 +268,11 @@ def _check_head(path: Path, head: dict[str, Any]) -> None:
 def _check_ranks(ranks: Sequence[RankRows]) -> None:
     first = ranks[0]
     for rows in ranks[1:]:
-        for name in AGREED:
+        for name, meaning in AGREED.items():
             mine, other = first.head.get(name), rows.head.get(name)
             if mine != other:
                 raise ValueError(
-                    f"{rows.path} is of another {MEANINGS[name]} than {first.path}: "
+                    f"{rows.path} is of another {meaning} than {first.path}: "
                     f"{_brief(other)}, not {_brief(mine)}; give the files of one run alone"
                 )
     numbers = [rows.rank for rows in ranks]
