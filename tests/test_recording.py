@@ -195,7 +195,7 @@ def test_bad_input_is_refused_on_every_rank(tmp_path: Path):
             cp, _ = made(group)
             mine = words if rank == 1 else {"folder": tmp_path / "run"}
             with pytest.raises(ValueError) as raised:
-                tw.record(cp, **mine)
+                tw.record(cp, **mine)  # pyright: ignore
             return str(raised.value)
 
         texts = tw.loopback(N, begin)

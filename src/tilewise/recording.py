@@ -283,18 +283,20 @@ def record(cp: ContextParallel, every: int = 100, folder: str | Path = FOLDER) -
     """
     require_type(ContextParallel, "cp", cp)
     transport = transport_for(cp.group)
-    path = Path(folder) / f"rank{transport.rank}.jsonl"
+    name = f"rank{transport.rank}.jsonl"
 
     def check() -> None:
         whole_number("every", every)
+        if not isinstance(folder, str | Path) or not str(folder):
+            raise ValueError(f"folder ({shown(folder)}) must be the name of a folder, or its Path")
         if transport.world_size == 1:
             raise ValueError(
                 "a run of one rank waits for nobody, and there is nothing to record; look at it "
                 "with torch.profiler, which shows the same operations"
             )
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("", encoding="utf-8")
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / name).write_text("", encoding="utf-8")
         except OSError as error:
             raise ValueError(f"folder ({shown(str(folder))}): {error}") from None
 
@@ -313,7 +315,7 @@ def record(cp: ContextParallel, every: int = 100, folder: str | Path = FOLDER) -
         first, *_ = transport.gather_records(drawn)
         clock.append([begin, time.perf_counter_ns()])
         run = first.numpy().tobytes().hex()
-    recorder = Recorder(transport, path, every)
+    recorder = Recorder(transport, Path(folder) / name, every)
     machine = cp.machine
     recorder._write(
         {

@@ -128,7 +128,8 @@ def late_messages(rank: int, folder: str) -> None:
 
     def late(work: Any, messages: Any, verb: str, link: Any) -> None:
         is_late = rank == 1 and verb != posted.SENDING and messages and messages[0].peer == 2
-        wait_for(Late(work) if is_late else work, messages, verb, link)
+        slow: Any = Late(work) if is_late else work
+        wait_for(slow, messages, verb, link)
 
     posted.wait_for = late  # pyright: ignore
     cp = tw.ContextParallel(num_tokens=256, strategy=tw.ring(N))
@@ -338,8 +339,8 @@ def test_rows_that_do_not_fit_are_refused_by_name(
 
 
 def test_lines_that_are_not_whole_are_counted(tmp_path: Path):
-    for rank in range(2):
-        path = write(tmp_path, rank, entries(rank))
+    write(tmp_path, 0, entries(0))
+    path = write(tmp_path, 1, entries(1))
     path.write_text(path.read_text() + '{"kind": "pass", "ca')
     done = CliRunner().invoke(app, ["explain", str(tmp_path)])
     assert done.exit_code == 0 and "1 lines were not whole" in done.output
