@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tilewise.layouts.documents import zigzag_documents
     from tilewise.layouts.joint import joint
     from tilewise.planning.search import search
+    from tilewise.recording import record
     from tilewise.simulation.machine import Machine
     from tilewise.simulation.simulator import simulate
     from tilewise.strategies.all_gather import all_gather
@@ -81,6 +82,7 @@ __all__ = [
     "mesh",
     "needed",
     "parity",
+    "record",
     "ring",
     "schedule",
     "search",
