@@ -15,7 +15,8 @@ from tilewise.functional import attention
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks import lengths as lengths
 from tilewise.masks.base import Causal, Document, Full, Window
-from tilewise.masks.tables import PerHead, Slices
+from tilewise.masks.tables import PerHead as PerHead
+from tilewise.masks.tables import Slices as Slices
 from tilewise.plan.ir import Plan
 
 if TYPE_CHECKING:
@@ -61,9 +62,7 @@ __all__ = [
     "KVCache",
     "Layout",
     "Machine",
-    "PerHead",
     "Plan",
-    "Slices",
     "Tree",
     "Window",
     "Workload",
