@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tilewise.layouts.documents import zigzag_documents
     from tilewise.layouts.joint import joint
     from tilewise.planning.search import search
+    from tilewise.recording import record
     from tilewise.simulation.machine import Machine
     from tilewise.simulation.simulator import simulate
     from tilewise.strategies.all_gather import all_gather
@@ -79,6 +80,7 @@ __all__ = [
     "mesh",
     "needed",
     "parity",
+    "record",
     "ring",
     "schedule",
     "search",

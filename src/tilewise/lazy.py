@@ -26,6 +26,7 @@ LATER = (
     ("mesh", "tilewise.strategies.mesh"),
     ("needed", "tilewise.strategies.needed"),
     ("parity", "tilewise_verify.parity"),
+    ("record", "tilewise.recording"),
     ("ring", "tilewise.strategies.ring"),
     ("schedule", "tilewise.batches.schedule"),
     ("search", "tilewise.planning.search"),

@@ -23,6 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED, shard_inputs
 from tilewise.integrations.transformers.adapters import Adapter
+from tilewise.integrations.transformers.experts import ASKS
 from tilewise.integrations.transformers.labels import is_masked
 from tilewise.integrations.transformers.states import without_kernels
 from tilewise.layouts.layout import contiguous, zigzag
@@ -92,9 +93,20 @@ class ModelUnderTest:
         return tiny_model(self.model_class, self.config, self.loss_function, self.adapter)
 
     def refuted(self) -> str | None:
-        """Why models of this class and configuration cannot run split; None if a tiny one can."""
+        """Why models of this class and configuration cannot run split; None if a tiny one can.
+
+        Documents that run alone have a loss of routers each, and packed ones have one together: so
+        it is tried on one document, and packed documents are tried without it.
+        """
         with LOCK, _untouched():
-            return _refuted(self)
+            text_config = self.config.get_text_config(decoder=True)
+            if not (self.packed and getattr(text_config, ASKS, False)):
+                return _refuted(self)
+            config = copy.deepcopy(self.config)
+            setattr(config.get_text_config(decoder=True), ASKS, False)
+            text = config.to_json_string(use_diff=False)
+            unbalanced = replace(self, config=config, text=text)
+            return _refuted(replace(self, packed=False)) or _refuted(unbalanced)
 
 
 @lru_cache(maxsize=64)

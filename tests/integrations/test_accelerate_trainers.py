@@ -25,7 +25,7 @@ def recomputed(reentrant: bool) -> dict:
     return {"gradient_checkpointing": True, **kind}
 
 
-NO_BALANCE = {"router_aux_loss_coef": 0.0}  # a loss over all tokens' experts
+BALANCED = {"router_aux_loss_coef": 0.5}  # a loss over all tokens' experts
 FEW = {
     "Trainer, accumulated, with metrics": Run(
         "trainer", args={"gradient_accumulation_steps": 2}, metrics=True
@@ -33,7 +33,7 @@ FEW = {
     "Trainer, logits reduced by token": Run("trainer", metrics=True, reduced="argmax"),
     "Trainer, logits reduced with labels": Run("trainer", metrics=True, reduced="right"),
     "SFT, packed, LoRA": Run("sft", "gemma3", PACKED, lora=True),
-    "SFT, padded, sinks": Run("sft", "gpt_oss", NO_BALANCE, columns="prompt"),
+    "SFT, padded, sinks": Run("sft", "gpt_oss", BALANCED, columns="prompt"),
     "Trainer, tokens masked by workers": Run(
         "trainer", args={"dataloader_num_workers": 2}, masked=True
     ),
@@ -43,12 +43,18 @@ FEW = {
     "Reward": Run("reward", "gemma2"),
 }
 MANY = {
-    **{f"SFT, packed, {m}": Run("sft", m, PACKED | NO_BALANCE) for m in (
+    **{f"SFT, packed, {m}": Run("sft", m, PACKED) for m in (
         "llama", "qwen2", "qwen3", "mistral", "gemma2", "cohere2", "granite", "deepseek_v3", "gpt2",
         "mixtral",
     )},
-    **{f"SFT, padded, {m}": Run("sft", m, NO_BALANCE) for m in ("gemma3", "gpt2", "opt")},
-    **{f"DPO, {m}": Run("dpo", m, NO_BALANCE) for m in ("llama", "gemma3", "gpt_oss", "mistral")},
+    "SFT, accumulated, experts": Run(
+        "sft", "mixtral", BALANCED | {"gradient_accumulation_steps": 2}
+    ),
+    "DPO, experts": Run("dpo", "mixtral", BALANCED),
+    "KTO, experts": Run("kto", "gpt_oss", BALANCED),
+    "GRPO, experts": Run("grpo", "mixtral", BALANCED),
+    **{f"SFT, padded, {m}": Run("sft", m) for m in ("gemma3", "gpt2", "opt")},
+    **{f"DPO, {m}": Run("dpo", m) for m in ("llama", "gemma3", "gpt_oss", "mistral")},
     "KTO": Run("kto"),
     "GRPO, near its reference, LoRA": Run("grpo", args={"beta": 0.04}, lora=True),
     "Trainer, a loss of one's own": Run(
@@ -169,13 +175,11 @@ def test_bf16_is_within_rounding(tmp_path):
 def test_trainers_and_settings_that_cannot_be_split_are_refused_before_the_first_batch(tmp_path):
     runs = {
         "noise": Run("trainer", args={"neftune_noise_alpha": 5.0}).split(2),
-        "balance": Run("sft", "mixtral").split(2),
         "prompt": Run("sft", prompt_tuning=True).split(2),
     }
     first, second = run_processes(2, train, 2, runs, str(tmp_path))
     assert first == second
     assert "neftune_noise_alpha (5.0) cannot be honoured" in first["noise"]["error"]
-    assert "router_aux_loss_coef=0.0" in first["balance"]["error"]
     assert "PROMPT_TUNING puts tokens of its own" in first["prompt"]["error"]
 
 

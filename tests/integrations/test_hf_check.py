@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 
-from support.hf_models import SIZES, Result, build, case, config, errors, result, run_whole, summed
+from support.hf_models import SIZES, Result, case, config, errors, result, run_whole, summed
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -37,7 +37,6 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForTokenClassification,
     LlamaModel,
-    MixtralForCausalLM,
     MobileBertConfig,
     MobileBertForMaskedLM,
     OPTForCausalLM,
@@ -287,16 +286,6 @@ def test_ranks_of_one_process_check_their_models():
         hf.check_model(LlamaForCausalLM(plain(rms_norm_eps=5e-5 + rank * 1e-6)))
 
     tw.loopback(2, on_rank)
-
-
-def test_a_routers_loss_over_all_tokens_is_refused():
-    routed = config("mixtral", output_router_logits=True)
-    with pytest.raises(ValueError, match="output_router_logits=True adds to the loss"):
-        hf.check_model(MixtralForCausalLM(routed))
-    cp = tw.ContextParallel(num_tokens=22, mask=tw.Causal())
-    model = build("mixtral", hf.register(cp))
-    with pytest.raises(ValueError, match="output_router_logits=True"):
-        model(**hf.shard(cp, case((0, 22)).input_ids), output_router_logits=True)
 
 
 @pytest.mark.parametrize(

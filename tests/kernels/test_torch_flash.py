@@ -75,6 +75,24 @@ def test_the_cuda_kernel_calls_flash_attention_as_its_contract_says(
     assert error(into[0], answer.out) < 4e-3
 
 
+@pytest.mark.parametrize(
+    "call, alone", [(call_of(5, 5, Kind.CAUSAL), True), (CALLS["holes"], False)]
+)
+def test_gradients_of_one_rectangle_are_returned_as_they_were_made(call, alone, monkeypatch):
+    made = []
+
+    def backward(*arguments, **named):
+        made.append(emulated_backward(*arguments, **named))
+        return made[-1]
+
+    monkeypatch.setattr(torch_flash, "_forward", emulated_forward)
+    monkeypatch.setattr(torch_flash, "_backward", backward)
+    case = draw(call, HEADS["GQA"], torch.bfloat16)
+    got = run(CudaFlash(), case, dense(case, call), call)[2:]
+    storages = {x.untyped_storage().data_ptr() for x in made[0]}
+    assert [x.untyped_storage().data_ptr() in storages for x in got] == [alone] * 3
+
+
 @settings(max_examples=50)
 @given(st.data())
 def test_flash_parts_cover_a_slice_exactly(data):

@@ -386,6 +386,7 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
         "model": model(), "inputs": {"input": torch.ones(4, 2)}, "split": lambda *x: None,
         "world_size": 1, "timeout": 1.0, "backend": "loopback",
     }  # fmt: skip
+    yield "record", tw.record, {"cp": cp, "every": 100, "folder": "run"}
     yield (
         "error_bound",
         error_bound,

@@ -90,6 +90,23 @@ def test_rows_are_printed_and_not_measured_twice(tmp_path: Path):
     assert "1 ok" in table.stdout and "1 unsupported" in table.stdout and "causal" in table.stdout
 
 
+def test_a_profile_of_every_measured_row_and_rank_is_written(tmp_path: Path):
+    folder, rows = tmp_path / "a" / "profiles", tmp_path / "r.jsonl"
+    words = ["bench", "strategies", *SMALL, "--mask", "causal", "--world-size", "2"]
+    words += ["--strategy", "ring", "--strategy", "ulysses(2)", "--profile", str(folder)]
+    ran = CliRunner().invoke(app, [*words, "-o", str(rows), "--json"])
+    assert ran.exit_code == 0, ran.output
+    keys = {row["contender"]: row["key"] for row in json.loads(ran.stdout)["rows"]}
+    stems = f"ring-{keys['ring']}", f"ulysses-2-{keys['ulysses(2)']}"
+    files = {f"{stem}-rank{rank}.json" for stem in stems for rank in range(2)}
+    assert {path.name for path in folder.iterdir()} == files
+    for path in folder.iterdir():
+        events = json.loads(path.read_text())["traceEvents"]
+        assert any(event.get("name") == "tilewise forward attend" for event in events)
+    unwritable = CliRunner().invoke(app, [*words[:-1], str(rows / "in_a_file"), "-o", str(rows)])
+    assert unwritable.exit_code == 2 and "cannot be written" in unwritable.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_a_run_that_is_ended_loses_nothing_and_repeats_nothing(tmp_path: Path, end: int):

@@ -1,11 +1,12 @@
 """The two passes of one checked call on this rank: tensors in, its code run, tensors out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from tilewise.compiler.code import Code
 from tilewise.compiler.codegen import pass_code
 from tilewise.compiler.facts import CallTraits, CodeTraits, kernel_traits
 from tilewise.compiler.rank_plan import PassKind, RankPlan
@@ -16,6 +17,7 @@ from tilewise.kernels.bias import DenseBias
 from tilewise.kernels.protocol import Scores, accumulator_dtype, call_style
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import kept_with_plan
+from tilewise.transport.agreement import agreement_of
 from tilewise.transport.protocol import Transport
 
 _NAMES = MappingProxyType({2: ("q", "latent"), 3: ("q", "k", "v")})
@@ -51,6 +53,8 @@ def forward_pass(
         problem, transport, given["q"], backward=False, keep=keep and problem.gathered
     )
     work = Pass(transport, _scores(problem, bias), expansion=problem.expansion)
+    if transport.world_size > 1:
+        work.mark = _mark(problem, bound.code, transport, q.device, keep=keep)
     kept = bound.run({**given, **results}, work)
     return out, lse, [*map(_largest, largest), *kept]
 
@@ -84,6 +88,8 @@ def backward_pass(
     bound = bound_code(problem, transport, given["q"], backward=True)
     work = Pass(transport, _scores(problem, bias), expansion=problem.expansion)
     work.dlse = given.get("dlse")
+    if transport.world_size > 1:
+        work.mark = _mark(problem, bound.code, transport, out.device, keep=True)
     bound.run({**given, **results, **{f"kept{i}": x for i, x in enumerate(kept)}}, work)
     return found
 
@@ -96,6 +102,18 @@ def _tokens_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _scores(problem: ResolvedCall, bias: DenseBias | None) -> Scores:
     """The scores of one pass: bound codes outlive it, and hold no tensor of a call."""
     return problem.scores if bias is None else problem.scores._replace(bias=bias)
+
+
+def _mark(
+    problem: ResolvedCall, code: Code, transport: Transport, device: torch.device, *, keep: bool
+) -> Callable[[], object] | None:
+    """What notes the times of a pass; None: nobody records it.
+
+    Args:
+        keep: a backward pass follows, or this is one.
+    """
+    recorder = agreement_of(transport).recorder
+    return None if recorder is None else recorder.begin(problem, code, transport, device, keep)
 
 
 def bound_code(

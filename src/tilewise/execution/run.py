@@ -58,9 +58,11 @@ class Pass:
         handles: of exchanges under way, by the number that a wait knows them by.
         ask: computes the partial results of a code that asks for them.
         expanded: the keys and values that were made last.
+        mark: notes the time before the first operation, after each, and after the last send has
+            left; None: nobody records this pass.
     """
 
-    __slots__ = ("ask", "dlse", "expanded", "expansion", "handles", "scores", "transport")
+    __slots__ = ("ask", "dlse", "expanded", "expansion", "handles", "mark", "scores", "transport")
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class Pass:
         self.dlse, self.ask = dlse, ask
         self.handles: list[Handle] = []
         self.expanded: Expanded | None = None
+        self.mark: Callable[[], object] | None = None
 
 
 Step: TypeAlias = Callable[[Numbered, Pass], object]
@@ -144,12 +147,12 @@ class BoundCode:
         }
         self._take(tensors, {**given, **kept})
         work.handles = [_NOTHING] * self._num_exchanges
-        if profiler._is_profiler_enabled:
-            self._run_recorded(tensors, work)
+        if work.mark is not None or profiler._is_profiler_enabled:
+            self._run_watched(tensors, work)
         else:
             for step in self._busy_steps:
                 step(tensors, work)
-        work.transport.finish()
+            work.transport.finish()
         workspace.leave()
         if not capturing:
             self._pool.give_back(workspace)
@@ -176,16 +179,22 @@ class BoundCode:
         for number, leaving, arriving, rest in self._given_teams:
             tensors[number] = TeamMessages(tensors[leaving], tensors[arriving], *rest)
 
-    def _run_recorded(self, tensors: Numbered, work: Pass) -> None:
-        """Run all steps, each in a range that a profiler sees: tilewise, the pass, the operation.
+    def _run_watched(self, tensors: Numbered, work: Pass) -> None:
+        """Run all steps, each in a range that a profiler sees, and mark their times.
 
-        Ranges of one name can be summed; which tensors an operation has is the range's argument.
+        A range's name is tilewise, the pass, the operation. Ranges of one name can be summed; which
+        tensors an operation has is the range's argument.
         """
         direction = "backward" if self.code.backward else "forward"
+        mark = work.mark or _no_mark
+        mark()
         for op, step in zip(self.code.ops, self._steps, strict=True):
             name = f"tilewise {direction} {type(op).__name__.lower()}"
             with profiler.record_function(name, op.label):
                 step(tensors, work)
+            mark()
+        work.transport.finish()
+        mark()
 
     # Numbers of tensors
 
@@ -719,6 +728,10 @@ def _row_sum(x: Tensor, out: Tensor) -> None:
 
 
 def _no_step(_: Numbered, __: Pass) -> None:
+    return
+
+
+def _no_mark() -> None:
     return
 
 

@@ -96,18 +96,27 @@ class CudaFlash(ProvidedKernel):
         self, operands: Operands, call: KernelCall, scores: Scores, into: Gradients | None
     ) -> Gradients:
         q, k, v, dout, lse, delta = operands
-        totals = into or no_gradients(q, k, v)
+        widths = q.shape[-1], k.shape[-1], v.shape[-1]
         if self.equal_widths and q.shape[-1] != v.shape[-1]:
-            q, k, v, dout = widened(max(q.shape[-1], v.shape[-1]), q, k, v, dout)
+            q, k, v, dout = widened(max(widths), q, k, v, dout)
         dout, beside = self.beside_dout(dout, delta)
-        for part in flash_parts(call):
+
+        def gradients(part: FlashRect) -> Gradients:
             rows, keys = part[:2], part[2:4]
-            ends = rows, rows, keys, keys, rows
-            tensors = tuple(map(_rows, (dout, q, k, v, beside), ends))
+            tensors = tuple(map(_rows, (dout, q, k, v, beside), (rows, rows, keys, keys, rows)))
             statistics = _rows(lse, rows).permute(1, 2, 0).contiguous()
-            grads = self.run_backward(tensors, statistics, part, scores)
-            for total, ends, grad in zip(totals, (rows, keys, keys), grads, strict=True):
-                _rows(total, ends).add_(_columns(grad, total.shape[-1]).transpose(0, 1))
+            made = self.run_backward(tensors, statistics, part, scores)
+            dq, dk, dv = (_columns(*x).transpose(0, 1) for x in zip(made, widths, strict=True))
+            return dq, dk, dv
+
+        parts = flash_parts(call)
+        if into is None and len(parts) == 1 and parts[0][:4] == (0, len(q), 0, len(k)):
+            return gradients(parts[0])
+        totals = into or no_gradients(*operands[:3])
+        for part in parts:
+            rows, keys = part[:2], part[2:4]
+            for total, ends, grad in zip(totals, (rows, keys, keys), gradients(part), strict=True):
+                _rows(total, ends).add_(grad)
         return totals
 
     def _attend(self, qkv: Tensors, part: FlashRect, scores: Scores) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ FINALISTS = 3
 """So many of the fastest pairs are simulated with all ranks, after samples of ranks."""
 
 RING_RANKS = 64
-"""Up to this many ranks, a ring is simulated for comparison where a mask leaves ranks unlike."""
+"""Up to this many ranks, a ring is simulated for comparison where no rank stands for another."""
 
 MEMORY_RANKS = 8
 """Ranks whose memory is counted of a plan that is not the fastest, where ranks are unlike."""
@@ -131,7 +131,8 @@ class PairSearch:
     def ring(self) -> Pair | None:
         """A ring in both passes; None if its simulation would take too long."""
         model, save = self.forward.model, self.save or "replay"
-        if model.alike is None and model.world_size > RING_RANKS:
+        each_rank = model.alike is None or not model.sampled
+        if each_rank and model.world_size > RING_RANKS:
             return None
         rings = (option for option in self.options if option.kind == "ring")
         option = next(rings, None)  # none serves canonical sums
@@ -200,21 +201,25 @@ class PairSearch:
     def _exactly(self, pairs: list[Pair]) -> list[Pair]:
         """Return the pairs, the fastest of them simulated again with all ranks.
 
-        Pairs that are known by a sample only, and seem faster than these, are left out: nothing
-        proves their time.
+        A sample waits less than all ranks do: once a sample takes longer than what was simulated
+        with all ranks, no later one can be the fastest. Pairs that are known by a sample only, and
+        seem faster than these, are left out: nothing proves their time.
         """
         ranked = sorted(pairs, key=lambda pair: pair.seconds)
         finalists = [*islice((pair for pair in ranked if pair.fits(self.memory)), FINALISTS)]
+        if not finalists:
+            return pairs
         exact: list[Pair] = []
+        best = math.inf
         messages_before = self._num_messages
         for pair in finalists:
             spent = self._num_messages - messages_before
-            if not exact or spent < FINALISTS * MAX_MESSAGES:
-                backward_trial = self.backward[pair.save].exact(pair.backward)
-                exact.append(
-                    pair._replace(forward=self.forward.exact(pair.forward), backward=backward_trial)
-                )
-        best = min((pair.seconds for pair in exact), default=0.0)
+            if spent >= FINALISTS * MAX_MESSAGES or pair.seconds >= best:
+                break
+            forward_trial = self.forward.exact(pair.forward)
+            backward_trial = self.backward[pair.save].exact(pair.backward)
+            exact.append(pair._replace(forward=forward_trial, backward=backward_trial))
+            best = min(best, exact[-1].seconds)
         others = (pair for pair in ranked if pair not in finalists[: len(exact)])
         return exact + [x for x in others if not x.sampled or x.seconds >= best]
 

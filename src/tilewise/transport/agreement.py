@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from threading import get_ident
 from types import MappingProxyType
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -124,11 +124,13 @@ class Agreement:
         mark: of the current call, where a message has no tag: the digest.
         refusal: makes the error of a second thread, and lets other ranks know.
         caller: the thread that made the current call.
+        recorder: times the passes of this rank, see tilewise.recording; None: nobody does.
     """
 
     def __init__(self) -> None:
         self.refusal: Callable[[str], Exception] = ValueError
         self.caller: int | None = None
+        self.recorder: Any = None
         self._holder: dict[str, int] = {}  # the thread that waits, or has messages under way
         self._known: dict[bytes, None] = {}
         self._compared = 0  # the last call that was

@@ -10,6 +10,9 @@ from torch import Tensor
 from tilewise.transport.protocol import Message, TeamMessages
 from tilewise.transport.watch import Watch
 
+SENDING = "sending to"
+"""The verb of errors of sends, and of waits for them."""
+
 
 class WatchedGroup(NamedTuple):
     """The group that an operation was posted on, and what watches waits for it."""
@@ -63,13 +66,17 @@ def wait_for(
         ValueError: if it is in vain, as ranks are in different calls or one refuses its input.
     """
     group, watch = link
-    watch.messages, watch.since = messages, monotonic()
+    since = monotonic()
+    watch.messages, watch.since = messages, since
     try:
         work.wait()
     except RuntimeError as error:
         raise watch.failure(group, messages, verb, error) from error
     finally:
         watch.messages, watch.since = (), 0.0
+    recorder = watch.agreement.recorder
+    if recorder is not None:
+        recorder.waited(messages, verb, monotonic() - since)
 
 
 class AllPosted:

@@ -24,6 +24,7 @@ from tilewise.transport.nccl_batches import nccl_batches, post_batch
 from tilewise.transport.nccl_groups import agreed_node_size, gloo_group, lane_group
 from tilewise.transport.nodes import host_digest, local_world_size, node_size_of
 from tilewise.transport.posted import (
+    SENDING,
     AllPosted,
     PairwiseExchange,
     Posted,
@@ -290,7 +291,7 @@ class DistTransport:
     def _post_each(self, messages: Sequence[Message], is_send: bool, lane: int) -> list[Posted]:
         """Start sends or receives; gloo refuses one if its other end is known to be lost."""
         group, tag = self._lanes[0], _OWN_TAGS + (self.agreement.tag << _LANE_BITS) + lane
-        start, verb = (group.send, "sending to") if is_send else (group.recv, "receiving from")
+        start, verb = (group.send, SENDING) if is_send else (group.recv, "receiving from")
         posted: list[Posted] = []
         for mine in _shared(messages):
             whole, several = mine[0].tensor, len(mine) > 1

@@ -1,5 +1,6 @@
 """Running cases: who cannot, who would not fit; then the rest side by side."""
 
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
@@ -47,19 +48,25 @@ def planned_rows(plan: Plan, timing: Timing, machine: Machine | None = None) -> 
     ]
 
 
-def run_cases(planned: Iterable[PlannedRow], launched: Launched | None = None) -> Iterator[Row]:
+def run_cases(
+    planned: Iterable[PlannedRow], launched: Launched | None = None, profiles: Path | None = None
+) -> Iterator[Row]:
     """Measure rows, each yielded once it is known; contenders of one case run side by side.
 
     Args:
         planned: in the order of planned_rows, since the processes of a network and the inputs of a
             case are kept until another one comes.
         launched: whose ranks run the cases; None: processes that are made here.
+        profiles: a folder for the profile of one more run of every row and rank, as a trace that
+            Chrome's tracing page and Perfetto read, named by the contender and the row's key.
     """
     for _, same in groupby(planned, key=lambda row: _network(row.case)):
-        yield from _on_one_network(list(same), launched)
+        yield from _on_one_network(list(same), launched, profiles)
 
 
-def _on_one_network(planned: list[PlannedRow], launched: Launched | None) -> Iterator[Row]:
+def _on_one_network(
+    planned: list[PlannedRow], launched: Launched | None, profiles: Path | None
+) -> Iterator[Row]:
     first, timeout = planned[0].case, planned[0].timing.timeout_seconds
     with ExitStack() as stack:
         new_world = (
@@ -69,7 +76,7 @@ def _on_one_network(planned: list[PlannedRow], launched: Launched | None) -> Ite
         )
         world = cache(lambda: stack.enter_context(new_world))  # a lab is made if a case must run
         for _, rows in groupby(planned, key=lambda row: row.case):
-            yield from _case_rows(list(rows), world)
+            yield from _case_rows(list(rows), world, profiles)
 
 
 def _network(case: BenchCase) -> tuple[Any, ...]:
@@ -91,7 +98,9 @@ def _files(case: BenchCase) -> dict[str, str]:
     return contents
 
 
-def _case_rows(planned: list[PlannedRow], world: Callable[[], World]) -> Iterator[Row]:
+def _case_rows(
+    planned: list[PlannedRow], world: Callable[[], World], profiles: Path | None
+) -> Iterator[Row]:
     """The rows of one case: first those that need no run, then the measured ones."""
     case, timing = planned[0].case, planned[0].timing
     about = environment(case.device)
@@ -107,7 +116,9 @@ def _case_rows(planned: list[PlannedRow], world: Callable[[], World]) -> Iterato
         path = Path(folder) / "inputs"
         error_rows = write_inputs(case, case.make_mask(), timing.truth_pairs, path) if ready else 0
         while ready:
-            job = Job(case, timing, tuple(entry.contender for entry in ready), str(path))
+            contenders = tuple(entry.contender for entry in ready)
+            files = tuple(_profile(entry, profiles) for entry in ready) if profiles else ()
+            job = Job(case, timing, contenders, str(path), files)
             try:
                 answers = world().run(job)
             except Blamed as blamed:
@@ -117,6 +128,12 @@ def _case_rows(planned: list[PlannedRow], world: Callable[[], World]) -> Iterato
             for entry, ranks in zip(ready, answers, strict=True):
                 yield finished_row(entry, ranks, error_rows, about)
             return
+
+
+def _profile(entry: PlannedRow, folder: Path) -> str:
+    """The file of a row's profile, without rank and suffix."""
+    name = re.sub(r"[^\w.]+", "-", entry.contender.name).strip("-")
+    return str(folder.absolute() / f"{name}-{entry.key}")
 
 
 def _foreseen(entry: PlannedRow) -> tuple[str, str, Prediction]:

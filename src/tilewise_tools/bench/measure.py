@@ -29,12 +29,17 @@ Seconds = tuple[float, float, float]  # of forward, of backward, of both
 
 @dataclass(frozen=True)
 class Job:
-    """A job for the ranks: a case, who takes part, and the file with their inputs."""
+    """A job for the ranks: a case, who takes part, and the file with their inputs.
+
+    Attributes:
+        profiles: the file of each contender's profile, without rank and suffix; none: no profiles.
+    """
 
     case: BenchCase
     timing: Timing
     contenders: tuple[Contender, ...]
     inputs: str
+    profiles: tuple[str, ...] = ()
 
 
 class Figures(NamedTuple):
@@ -80,6 +85,9 @@ def measure(
             yield index
             flush.fill_(turn)
             entrant.run_timed(keep=turn >= job.timing.warmups)
+    for index, path in enumerate(job.profiles):
+        yield index
+        entrants[index].run_profiled(Path(f"{path}-rank{rank}.json"))
     return [entrant.figures() for entrant in entrants]
 
 
@@ -121,6 +129,14 @@ class _Entrant:
                 and traffic_after
                 and traffic_after.since(traffic_before).waited_seconds
             )
+
+    def run_profiled(self, path: Path) -> None:
+        """One run under torch's profiler, whose trace is written here."""
+        run = self._ready()
+        with torch.profiler.profile() as profile:
+            run()
+        path.parent.mkdir(parents=True, exist_ok=True)  # on another host, say
+        profile.export_chrome_trace(str(path))
 
     def figures(self) -> Figures:
         waited = [seconds for seconds in self.waited if seconds is not None]

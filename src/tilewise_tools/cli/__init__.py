@@ -11,6 +11,7 @@ from tilewise_tools.cli.calibrate import calibrate
 from tilewise_tools.cli.demo import demo
 from tilewise_tools.cli.doctor import doctor
 from tilewise_tools.cli.examples import epilog
+from tilewise_tools.cli.explain import explain
 from tilewise_tools.cli.fits import fits_command
 from tilewise_tools.cli.lab import lab_app
 from tilewise_tools.cli.mask import mask_command
@@ -51,6 +52,7 @@ for command in (
     simulate_command,
     mask_command,
     parity,
+    explain,
     doctor,
     report_command,
     calibrate,

@@ -31,6 +31,7 @@ from tilewise_tools.cli.output import (
     ending_on,
     print_json,
     refusing_bad_input,
+    refusing_unwritable,
     table_console,
     table_of,
 )
@@ -40,14 +41,17 @@ from tilewise_tools.report.bench_cases import ReportCase, cases
 INTERRUPTED = 130
 
 
-def follow(todo: list[PlannedRow], results: Results, launched: Launched | None) -> None:
+def follow(
+    todo: list[PlannedRow], results: Results, launched: Launched | None, profiles: Path | None
+) -> None:
     """Run what is to be done under a progress bar, and write each row."""
     console = Console(stderr=True)
     if results.num_lost:
         console.print(f"{results.path}: {results.num_lost} incomplete rows dropped")
     try:
         with ending_on(LabError):
-            for row in counted(run_cases(todo, launched), [_title(entry.case) for entry in todo]):
+            rows = run_cases(todo, launched, profiles)
+            for row in counted(rows, [_title(entry.case) for entry in todo]):
                 results.append(row)
     except KeyboardInterrupt:
         console.print(
@@ -130,6 +134,12 @@ class BenchOptions(NamedTuple):
         list[str] | None,
         option("A module whose contenders() take part, such as benchmarks.peers."),
     ] = None
+    profile: Annotated[
+        Path | None,
+        option(
+            "Profile one more run of each measured row, by rank, into this folder.", file_okay=False
+        ),
+    ] = None
     retry: Annotated[bool, option("Run again what was not ok.", "--retry")] = False
     as_json: AsJson = False
 
@@ -152,11 +162,15 @@ def _bench(kind: str, options: BenchOptions, lists: Any) -> None:
         if launched is not None:
             plan = [(replace(case, network=launched.network), who) for case, who in plan]
         planned = planned_rows(plan, run.timing, machine)
+        if options.profile is not None:
+            with refusing_unwritable():
+                options.profile.mkdir(parents=True, exist_ok=True)
         with Results(options.output) as results:
             follow(
                 [one for one in planned if not results.has(one.key, options.retry)],
                 results,
                 launched,
+                options.profile,
             )
             rows = [results.rows[one.key] for one in planned]
     if options.as_json:

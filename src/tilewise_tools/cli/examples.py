@@ -32,6 +32,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "tilewise mask causal_document --num-tokens 8K --layout tiled --png mask.png",
         ),
         "parity": ("tilewise parity my_split.py:split --html parity.html",),
+        "explain": (
+            "tilewise explain run",
+            "tilewise explain run --machine h100x8 --trace trace.json -o run.html",
+        ),
         "doctor": ("tilewise doctor",),
         "report": (
             "tilewise report plan.json -o report.html",

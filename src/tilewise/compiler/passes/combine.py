@@ -31,7 +31,7 @@ class _Segment(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """What was added to some rows of a partial: where it lies."""
+    """A result, or an arrival, that some rows of a partial wait for: its place."""
 
     rows: Span
     source: View

@@ -73,7 +73,9 @@ def _pieces(
 def _cheapest(
     draft: Draft, facts: Facts, tile: AttendTile, pieces: Sequence[Sequence[Selections]]
 ) -> tuple[bool, ...]:
-    """Of each side, whether it is cut: what moves the fewest bytes, calls counted as bytes too."""
+    """Return for each side whether to cut it, so that the fewest bytes move; a call counts as
+    CALL_BYTES.
+    """
     numbers = [len(x) for x in pieces]
     if max(numbers) == 1:
         return False, False

@@ -248,7 +248,8 @@ def masks_of(
         try:
             config = given["config"]
             documents = documents_of_call(config)
-            error = refused_model(config, splits_states=stateless or documents is not None)
+            splits_states = stateless or documents is not None
+            error = refused_model(config, splits_states=splits_states, counts_routers=proven)
             error = error or _unproven(config, proven)
             mask = tw.Full() if error else read_mask(mask_function, (0, cp.layout.num_tokens))
         except ValueError as unread:
@@ -282,7 +283,8 @@ def attention_of(cp: tw.ContextParallel, proven: bool) -> Callable[..., tuple[Te
         _refuse_other_ranks(cp, thread)
         if not isinstance(attention_mask, LayerMask):
             refuse(cp, _foreign(module, attention_mask))
-        error = _unproven(module, proven) or refused_keyword(module, attention_mask.mask, given)
+        error = _unproven(module, proven)
+        error = error or refused_keyword(module, attention_mask.mask, given, counts_routers=proven)
         if error is None and query.shape[2] != key.shape[2]:
             error = f"{key.shape[2]} keys for {query.shape[2]} queries: cross attention or a cache"
         if error:

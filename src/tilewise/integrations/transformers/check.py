@@ -19,6 +19,7 @@ from tilewise.integrations.transformers.adapters import (
     refused_names,
 )
 from tilewise.integrations.transformers.attention import attention_of, masks_of
+from tilewise.integrations.transformers.experts import knows_router_loss
 from tilewise.integrations.transformers.masks import refused_model, uses_attention_interface
 from tilewise.integrations.transformers.rope import RopeLengths
 from tilewise.integrations.transformers.saved import (
@@ -29,6 +30,7 @@ from tilewise.integrations.transformers.saved import (
     not_compiled,
     use_split_attention,
 )
+from tilewise.integrations.transformers.stand_ins import stand_in
 from tilewise.integrations.transformers.states import (
     documents_of_call,
     has_state_functions,
@@ -205,7 +207,8 @@ def refusal(
     """Why a model of this class and configuration is refused by check_model; None if it is not."""
     text_config = config.get_text_config(decoder=True)
     splits_states = has_state_functions(text_config)
-    error = refused_model(text_config, splits_states=splits_states)
+    counts_routers = knows_router_loss(model_class)
+    error = refused_model(text_config, splits_states=splits_states, counts_routers=counts_routers)
     if error is None and not uses_attention_interface(model_class, splits_states):
         error = f"{model_class.__name__} does not use transformers' AttentionInterface"
     if error is None and numerical:
@@ -225,6 +228,8 @@ def attach(model: Any, cp: tw.ContextParallel, name: str) -> None:
     lengths = registered(cp, name, proven=True, stateless=is_stateless(base))
     use_split_attention(base, name)
     lengths.agree_in(base)
+    for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
+        stand_in(called, base, cp)
     split_all_calls(model, base, cp, name)
 
 

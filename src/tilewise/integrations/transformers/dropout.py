@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import tilewise as tw
 from tilewise.execution.validation import MOST_SEEDS
 from tilewise.integrations.seeds import agreed_seed
-from tilewise.integrations.transformers.saved import Shared, is_split, not_compiled
+from tilewise.integrations.transformers.saved import not_compiled
 from tilewise.tokens.dropout import dropped
 
 
@@ -32,26 +32,14 @@ class CallDropout(NamedTuple):
 
 
 class _State(threading.local):
-    """State of the thread that calls models.
-
-    Attributes:
-        call: the split call in progress, or the one of which a layer runs again.
-        models: what ends with each hooked model in progress.
+    """State of the thread that calls models: the split call in progress, or the one of which a
+    layer runs again.
     """
 
-    def __init__(self) -> None:
-        self.call: CallDropout | None = None
-        self.models: list[ExitStack] = []
+    call: CallDropout | None = None
 
 
 _state = _State()
-
-
-class _Ranks(Shared):
-    """The ranks over which a model runs."""
-
-    def __init__(self, cp: tw.ContextParallel) -> None:
-        self.cp = cp
 
 
 class RowDropout(nn.Dropout):
@@ -104,18 +92,6 @@ def rows_dropped(base: Any, cp: tw.ContextParallel) -> Iterator[None]:
         _state.call = None
 
 
-def drop_by_position(called: nn.Module, cp: tw.ContextParallel) -> None:
-    """Make every split call of a model drop by the positions of cp's rows.
-
-    Args:
-        called: the model, or what PEFT made of it.
-    """
-    if "_tilewise_dropout" not in vars(called):  # PEFT's models have base's attributes
-        called.register_forward_pre_hook(_before_model)
-        called.register_forward_hook(_after_model, always_call=True)
-    called._tilewise_dropout = _Ranks(cp)  # pyright: ignore[reportArgumentType]
-
-
 def _dropout_modules(base: Any) -> list[RowDropout]:
     """Return the dropout modules of a model that see rows of text; new ones get their class.
 
@@ -159,17 +135,3 @@ def _run_in(call: CallDropout | None, layer: Callable[..., Any], *args: Any, **g
         return layer(*args, **given)
     finally:
         _state.call = before
-
-
-@not_compiled
-def _before_model(called: Any, _: Any) -> None:
-    stack = ExitStack()
-    _state.models.append(stack)
-    if is_split(called):
-        stack.enter_context(rows_dropped(called, called._tilewise_dropout.cp))
-
-
-@not_compiled
-def _after_model(*_: Any) -> None:
-    if _state.models:
-        _state.models.pop().close()

@@ -15,13 +15,13 @@ the unsplit gradient.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -34,7 +34,7 @@ from tilewise.arguments import Reduction
 from tilewise.integrations.data import IGNORED
 from tilewise.integrations.transformers.attention import LayerMask, attention_of, masks_of
 from tilewise.integrations.transformers.check import base_model, refuse_new_adapters, refused_loss
-from tilewise.integrations.transformers.dropout import rows_dropped
+from tilewise.integrations.transformers.experts import ASKS, refused_router_loss
 from tilewise.integrations.transformers.labels import given_labels, is_masked
 from tilewise.integrations.transformers.late_gather import LateGather
 from tilewise.integrations.transformers.plan import choose_layouts, may_choose, work_to_plan
@@ -47,6 +47,7 @@ from tilewise.integrations.transformers.saved import (
     use_split_attention,
     whole_attention,
 )
+from tilewise.integrations.transformers.stand_ins import standing_in
 from tilewise.integrations.transformers.states import (
     CACHES,
     StateLayers,
@@ -75,14 +76,11 @@ READ = frozenset(  # arguments that say which tokens there are; the model gets t
         *(*CACHES, "use_cache", "return_dict", "logits_to_keep", "cache_position"),
     )
 )
+BESIDE_LOGITS = frozenset(("loss", "aux_loss", "logits", "router_logits", *CACHES))
 COUNTS_TOKENS = ("opt",)  # model types that count positions without the padding before a row
 ADVICE = MappingProxyType(
     {
         "output_attentions": "the scores are never in one place; leave it out",
-        "output_router_logits": (
-            "its loss needs the router's choices for all tokens; set router_aux_loss_coef=0.0 in "
-            "TRL's configuration, or output_router_logits=False in the model's"
-        ),
         "pooler_output": "make the model without it: add_pooling_layer=False",
     }
 )
@@ -108,15 +106,16 @@ def split_forward(
     if getattr(base, "_tilewise_rows", None) is not None:
         split = base._tilewise_rows
     else:
-        if getattr(base.config.get_text_config(decoder=True), "output_router_logits", False):
-            name = "output_router_logits"
-            raise ValueError(f"{name}=True cannot be honoured by a split model: {ADVICE[name]}")
+        asked = getattr(base.config.get_text_config(decoder=True), ASKS, False)
+        error = refused_router_loss(type(base)) if asked else None
+        if error is not None:
+            raise ValueError(error)
         split = SplitForward(base, group, strategy, reduction, refused_loss(model))
         base._tilewise_rows = split
         _use_attention(base)
         split.lengths.agree_in(base)
         if hasattr(base, "generate"):
-            base.generate = functools.partial(_generate_unsplit, base)
+            base.generate = partial(_generate_unsplit, base)
     refuse_new_adapters(model, group)
     called: Any
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
@@ -260,7 +259,7 @@ class SplitForward(Shared):
         self.parameters = [*inspect.signature(type(base).forward).parameters][1:]
         wire(base)
         self.stateless = is_stateless(base)
-        self.name = type(base).__name__
+        self.name, self.model_class = type(base).__name__, type(base)
         self.work = work_to_plan(base, self.transport.rank) if strategy == "auto" else None
         self.lengths = _KnownLengths(_GroupOnly(group))  # pyright: ignore[reportArgumentType]
         self._by_length: RecentValues[int, tw.ContextParallel] = RecentValues(KEPT)
@@ -325,6 +324,9 @@ class SplitForward(Shared):
         if self.loss_refusal is not None and given_labels(given):
             raise ValueError(self.loss_refusal)
         _refuse_others(given)
+        error = refused_router_loss(self.model_class) if given.get(ASKS) else None
+        if error is not None:
+            raise ValueError(error)
         rows = packed(
             tokens,
             given.get("attention_mask"),
@@ -400,7 +402,7 @@ class SplitForward(Shared):
         """
         wanted, x = _state.logits, result.get("logits")
         reduce = wanted.reduce
-        others = {name for name, x in result.items() if x is not None} - {"loss", "logits", *CACHES}
+        others = {name for name, x in result.items() if x is not None} - BESIDE_LOGITS
         if reduce is None or x is None or others or call.columns is not None:
             return None
         made = by_token(reduce, x, call.whole_labels)
@@ -413,8 +415,8 @@ class SplitForward(Shared):
 
     def _whole(self, call: SplitCall, name: str, x: Any) -> Any:
         match name:
-            case "loss":
-                return None if x is None else _SumOverRanks.apply(x, self.transport)
+            case "loss" | "aux_loss":  # 0, and no tensor, of a model without routers
+                return _SumOverRanks.apply(x, self.transport) if isinstance(x, Tensor) else x
             case "label_mask":
                 assert call.whole_labels is not None
                 mask = call.whole_labels != IGNORED
@@ -430,6 +432,8 @@ class SplitForward(Shared):
                         "give batches whose rows are equally long, one row at a time say"
                     )
                 return call.rows.put(_gathered(x, call.cp))
+            case "router_logits":  # of each layer [rows * columns, experts], 0 at padding
+                return tuple(LateGather(partial(self._router_rows, call, layer)) for layer in x)
             case "hidden_states":
                 return tuple(call.rows.put(_gathered(layer, call.cp)) for layer in x)
             case _ if name in CACHES:
@@ -441,6 +445,9 @@ class SplitForward(Shared):
             f"the model returned {name}, which would be of this rank's tokens alone: "
             + ADVICE.get(name, "it is not known how to put it together; leave it out")
         )
+
+    def _router_rows(self, call: SplitCall, x: Tensor) -> Tensor:
+        return call.rows.put(_gathered(x[None], call.cp)).flatten(0, 1)
 
     def _whole_logits(self, call: SplitCall, x: Tensor) -> Tensor:
         if call.columns is None:
@@ -583,7 +590,7 @@ def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     stack = ExitStack()
     _state.calls.append((call, stack))
     _state.call = call
-    stack.enter_context(rows_dropped(module, call.cp))
+    stack.enter_context(standing_in(module, split.model_class, call.cp))
     states: StateLayers | None = getattr(module, "_tilewise_states", None)
     if states is not None:
         mask = stack.enter_context(split_call(states, call.cp, call.rows.cu_seqlens))

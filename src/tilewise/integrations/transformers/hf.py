@@ -24,7 +24,6 @@ from tilewise.integrations.transformers.check import (
     refused_loss,
     registered,
 )
-from tilewise.integrations.transformers.dropout import drop_by_position
 from tilewise.integrations.transformers.forward import unsplit
 from tilewise.integrations.transformers.labels import is_masked, refuse_wrong_losses
 from tilewise.integrations.transformers.plan import (
@@ -81,7 +80,6 @@ def parallelize(model: Model, cp: tw.ContextParallel, name: str = "tilewise") ->
     refuse_new_adapters(model, cp.group)
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
         refuse_wrong_losses(called, cp, masked=is_masked(type(base)), loss_refusal=loss_refusal)
-        drop_by_position(called, cp)
     return model
 
 

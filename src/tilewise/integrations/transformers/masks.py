@@ -40,11 +40,18 @@ ADVICE = MappingProxyType(
 )
 
 
-def refused_keyword(module: nn.Module, mask: tw.masks.Mask, given: Mapping[str, Any]) -> str | None:
+def refused_keyword(
+    module: nn.Module,
+    mask: tw.masks.Mask,
+    given: Mapping[str, Any],
+    *,
+    counts_routers: bool = False,
+) -> str | None:
     """Why a layer cannot be run as it asks; None if it can.
 
     Args:
         given: the keywords that the layer passes to its attention.
+        counts_routers: the model's call has asked already whether its routers' loss can be split.
     """
     found = set(parts(mask, joined=Or))
     for name, value in given.items():
@@ -54,6 +61,8 @@ def refused_keyword(module: nn.Module, mask: tw.masks.Mask, given: Mapping[str, 
             case "sliding_window", width if _is_window(found, width):
                 continue
             case "is_causal", causal if causal in (None, tw.Causal() in found):
+                continue
+            case "output_router_logits", _ if counts_routers:
                 continue
             case "cu_seq_lens_k", k if _same(k, given.get("cu_seq_lens_q")):
                 continue
@@ -75,11 +84,14 @@ def _not_honoured(name: str, value: Any) -> str:
     return f"{name}={_shown(value)} cannot be honoured by tilewise: {why}"
 
 
-def refused_model(config: Any, *, splits_states: bool = False) -> str | None:
+def refused_model(
+    config: Any, *, splits_states: bool = False, counts_routers: bool = False
+) -> str | None:
     """Why a model of this configuration cannot run with its sequence split; None if it can.
 
     Args:
         splits_states: whether its layers that carry a state are split, too.
+        counts_routers: whether its routers' loss counts the tokens of all ranks.
     """
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -107,7 +119,7 @@ def refused_model(config: Any, *, splits_states: bool = False) -> str | None:
                 f"{name}: the model counts positions from its padding_idx + 1 on, over the whole "
                 "sequence, where tilewise hands it this rank's positions, counted from 0"
             )
-    if getattr(config, "output_router_logits", False):
+    if getattr(config, "output_router_logits", False) and not counts_routers:
         return (
             f"{name}: output_router_logits=True adds to the loss one over the router's choices for "
             "all tokens, and a rank has its own only; set it to False in the configuration"
