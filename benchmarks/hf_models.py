@@ -77,6 +77,7 @@ REASONS = {
     "carries a state": "a state along the sequence (state space, linear attention, recurrence)",
     "does not (go through|use) transformers'": "attention outside transformers' AttentionInterface",
     r"layers of type (.*) cannot": "layers of type {}",
+    "keys that it has compressed": "an indexer of compressed keys",
     "counts positions": "positions counted from padding_idx + 1",
     "mask function (\\w+)": "mask function {}",
     "mask of its own": "a mask of its own",
@@ -96,7 +97,7 @@ checkpoint. Your configuration may be another; [`check_model`](huggingface.md) a
 
 - **tilewise**: what [`hf.check_model`](huggingface.md) says. "exact": a tiny model of the class and
   configuration has the same loss and the same gradients on three ranks as unsplit; with layers that
-  carry a state, on packed documents, as these have when run apart. "exact, own
+  carry a state or choose keys, on packed documents, as these have when run apart. "exact, own
   loss": all but its own loss, which is the mean over a rank's labels: call it without labels,
   compute the loss from the logits, `check_model(model, loss=False)`.
 - **transformers**: whether its rule `supports_context_parallel`, which accelerate and TRL ask, lets

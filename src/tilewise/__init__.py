@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tilewise.batches.tree import Tree
     from tilewise.context_parallel import ContextParallel
     from tilewise.decoding.kv_cache import KVCache
+    from tilewise.indexed.chosen import Chosen
     from tilewise.kernels.bias import alibi
     from tilewise.layouts.balanced import balanced
     from tilewise.layouts.documents import zigzag_documents
@@ -53,6 +54,7 @@ wire = _wires
 
 __all__ = [
     "Causal",
+    "Chosen",
     "ContextParallel",
     "Document",
     "Full",

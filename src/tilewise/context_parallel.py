@@ -29,6 +29,7 @@ from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.row_moves import RowMoves
 from tilewise.execution.call import autocast_dtype, operand_dtype
 from tilewise.functional import attention
+from tilewise.indexed.chosen import Chosen
 from tilewise.kernels.bias import Alibi
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import given_kernel
@@ -309,6 +310,80 @@ class ContextParallel:
         transport = transport_for(self.group)
         return move_rows(x, settled(transport, moves), transport, dim)
 
+    def gather_rows(self, x: Tensor, positions: Tensor, dim: int = 0) -> Tensor:
+        """The rows of the whole tensor at positions that this rank names, wherever they lie.
+
+            rows = cp.gather_rows(latents, cp.index(q_index, k_index, weights, k=64))
+
+        Each row is sent to a rank once, however often it is named there; its backward sums into
+        the owners, in an order that does not change from run to run. Where ranks name more than
+        three quarters of all rows, all travel, as in gather. Each rank that has named rows calls
+        backward.
+
+        Args:
+            x: this rank's rows along dim; dimensions before it are of the batch.
+            positions: any number of global positions, in any order, of any shape; -1 names no row:
+                its result is 0. With dim above 0 one list for all entries of the batch, or
+                [*x.shape[:dim], ...], a list for each entry.
+        Returns:
+            [*positions.shape, *x.shape[dim + 1:]], and x.shape[:dim] before it where one list
+            serves all entries.
+        Raises:
+            ValueError: the same on every rank, before rows travel, if one rank's positions are none
+                of the sequence, or as gather does.
+        """
+        from tilewise.tokens.named_rows import gather_rows
+
+        transport, gather = transport_for(self.group), partial(self.gather, dim=dim)
+        return gather_rows(x, positions, self.layout, transport, dim, gather)
+
+    def index(
+        self,
+        q_index: Tensor,
+        k_index: Tensor,
+        weights: Tensor,
+        k: int,
+        mask: Mask | None = None,
+        cu_seqlens: Any = None,
+    ) -> Tensor:
+        """The keys that an indexer chooses for this rank's queries: those of the k largest scores.
+
+            chosen = cp.index(q_index, k_index, weights, k=2048)
+            out = cp.attention(q, k, v, mask=tw.Chosen(chosen))
+
+        score = sum over heads of weights relu(q_index . k_index), in fp32 (fp64 for fp64); of keys
+        with equal scores the lower positions. The choice is the same at any split. Index keys that
+        this rank's queries see travel, nothing else; without gradients.
+
+        Args:
+            q_index: [(batch,) this rank's tokens, heads, width].
+            k_index: [(batch,) this rank's tokens, width].
+            weights: [(batch,) this rank's tokens, heads].
+            k: up to the tokens of the sequence.
+            mask: of the keys that a query may choose; None: the one given at the start.
+            cu_seqlens: boundaries of packed documents beside the mask; None: none.
+        Returns:
+            Global positions, int64 [(batch,) this rank's tokens, k], in any order; -1 where a query
+            sees fewer than k keys.
+        Raises:
+            ValueError: the same on every rank, before rows travel, if one rank's operands do not
+                fit, or the ranks' indexers differ.
+        """
+        from tilewise.indexed.choice import choose_keys
+
+        def visible() -> Mask:
+            wanted = self.mask if mask is None else require_type(Mask, "mask", mask)
+            wanted.check_tokens(self.num_tokens)
+            edges = self._boundaries(cu_seqlens)
+            return wanted if cu_seqlens is None else wanted & Document(edges)
+
+        transport = transport_for(self.group)
+        wanted = settled(transport, visible)
+        seen = None if wanted == Full() else wanted
+        gather = partial(self.gather, mask=seen)
+        operands = q_index, k_index, weights
+        return choose_keys(*operands, k, wanted, self.layout, transport, gather)
+
     def pieces(self, cu_seqlens: Any = None) -> list[Piece]:
         """The contiguous pieces of this rank's tokens, cut at document borders, as (start, stop).
 
@@ -585,7 +660,7 @@ class ContextParallel:
         v: Tensor | None,
         *,
         plan: Plan | None = None,
-        mask: Mask | Sequence[Mask] | None = None,
+        mask: Mask | Chosen | Sequence[Mask] | None = None,
         softmax_scale: float | None = None,
         return_lse: bool = False,
         backward_plan: Plan | None = None,
@@ -609,18 +684,23 @@ class ContextParallel:
 
         Args:
             plan: instead of the strategy's, for this call, and on cp's attention_layout.
-            mask: instead of the one given at the start (layers with windows among full ones). A
+            mask: instead of the one given at the start (layers with windows among full ones).
+                `tw.Chosen`: keys for each query, which that mask must show it; on cp's layout. A
                 list of one for each batch entry runs on the strategy's plan, which must not be one
                 that is made for a single mask.
             kernel: instead of the one given at the start.
             reduction: "canonical" for this call, where it was not asked for at the start.
         """
-        if plan is None:
+        chooses = isinstance(mask, Chosen)
+        if chooses:
+            mask = mask.kept_to(self.mask)
+            plan = ring(self.world_size)  # no plan has a part in it
+        elif plan is None:
             plan, chosen = self._plans(q, k, v, mask, wire)
             # What forward gathered serves its own plan alone.
             if backward_plan is None and save != "gathered":
                 backward_plan = chosen
-        moves = self.moves_rows
+        moves = self.moves_rows and not chooses
         if moves:
             if torch.compiler.is_compiling():
                 raise ValueError(
@@ -636,7 +716,7 @@ class ContextParallel:
             k,
             v,
             plan=plan,
-            layout=self.attention_layout,
+            layout=self.layout if chooses else self.attention_layout,
             mask=self.mask if mask is None and not isinstance(plan, RankPlan) else mask,
             group=self.group,
             softmax_scale=softmax_scale,

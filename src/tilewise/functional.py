@@ -26,6 +26,7 @@ from tilewise.execution.call import (
 from tilewise.execution.entry_masks import attend_by_entry
 from tilewise.execution.operator import attend_compiled
 from tilewise.execution.sinks import kind_of, with_sink
+from tilewise.indexed.chosen import Chosen
 from tilewise.kernels.bias import Alibi, expanded
 from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
@@ -77,7 +78,7 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     *,
     plan: Plan,
     layout: Layout | None = None,
-    mask: Mask | Sequence[Mask] | None = None,
+    mask: Mask | Chosen | Sequence[Mask] | None = None,
     group: Group = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
@@ -117,7 +118,8 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
             layouts every rank holds some tokens: their rows of out are complete on all, and
             gradients of their q, k and v are shares.
         mask: acts on global positions. A list of masks: one for each batch entry, in code that
-            torch.compile does not compile; entries with the same mask share a call.
+            torch.compile does not compile; entries with the same mask share a call. `tw.Chosen`: a
+            list of keys for each query; no plan has a part in it (docs/indexed.md).
         group: a ProcessGroup, a loopback group, a Transport, or None: the default group.
         softmax_scale: above 0; default 1 / sqrt(head_dim).
         return_lse: also return lse.
@@ -209,6 +211,17 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         needs_grad=torch.is_grad_enabled()
         and any(getattr(x, "requires_grad", False) for x in (q, k, v, bias)),
     )
+    if isinstance(mask, Chosen):
+        from tilewise.indexed.attention import attend_to_chosen  # most calls have a mask
+
+        if compiled:
+            raise ValueError(
+                "mask=tw.Chosen(...) is not taken in code that torch.compile compiles; wrap the "
+                "function that calls attention in torch.compiler.disable"
+            )
+        with without_autocast(q, region):
+            out, lse = attend_to_chosen(q, k, v, mask, call, sink)
+        return (out, lse) if return_lse else out
     owned, both = None, (layout, kv_layout)
     if not compiled and [x for x in both if isinstance(x, Layout) and len(x.replicated)]:
         from tilewise.tokens.joint import owned_call  # of other layouts there is none

@@ -8,6 +8,7 @@ from typing import Any
 
 # What most programs need a part of is imported when its name is first asked for.
 LATER = (
+    ("Chosen", "tilewise.indexed.chosen"),
     ("ContextParallel", "tilewise.context_parallel"),
     ("KVCache", "tilewise.decoding.kv_cache"),
     ("Machine", "tilewise.simulation.machine"),

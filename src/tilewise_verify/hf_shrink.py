@@ -17,6 +17,7 @@ NUM_TOKENS = 23
 SWITCH = 10  # positions at which RoPE types that depend on the length change
 WINDOW = 6
 NUM_HEADS, HEAD_DIM = 4, 16
+INDEX_HEADS = 16
 HIDDEN, INNER, VOCABULARY, POSITIONS = NUM_HEADS * HEAD_DIM, 32, 128, 64
 
 LAYERS = re.compile(r"(^|_)(layers|n_layer|num_layers|num_blocks)$")
@@ -97,10 +98,16 @@ def _shrink(config: Any) -> None:
         del config.quantization_config
     if overrides:
         config.per_layer_config = {
-            new: {name: _resized(name, x, scale) for name, x in overrides[old].items()}
+            new: _resized_layer(overrides[old], scale)
             for new, old in enumerate(kept)
             if old in overrides
         }
+
+
+def _resized_layer(fields: dict[str, Any], scale: _Scale) -> dict[str, Any]:
+    """The fields of a layer that has its own, whose number of heads may be one."""
+    scale = scale._replace(num_heads=fields.get("num_attention_heads", scale.num_heads))
+    return {name: _resized(name, value, scale) for name, value in fields.items()}
 
 
 def _scale(config: Any, num_layers: int) -> _Scale:
@@ -144,8 +151,8 @@ def _resized(name: str, value: Any, scale: _Scale) -> Any:
         return scale.num_layers
     if KV_HEADS.search(name):
         return NUM_HEADS if value == scale.num_heads else min(value, NUM_HEADS // 2)
-    if HEADS.search(name):
-        return NUM_HEADS
+    if HEADS.search(name):  # an indexer of few has many scores that are equal, 0
+        return min(value, INDEX_HEADS) if name.startswith("index") else NUM_HEADS
     if STATE.search(name) or GROUPS.search(name):
         return min(value, HEAD_DIM if STATE.search(name) else NUM_HEADS // 2)
     if FEW.search(name):

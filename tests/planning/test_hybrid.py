@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 import tilewise as tw
-from tilewise.planning import HybridWork, StateLayer, search_hybrid
+from tilewise.planning import HybridWork, IndexedLayer, StateLayer, search_hybrid
 from tilewise.planning.hybrid import promising_hybrid
+from tilewise.planning.indexed_layers import indexed_cost
 from tilewise.simulation.machine import KernelSpeed, Link
 from tilewise.simulation.row_moves import simulate_moves
-from tilewise.tokens.moves import halo_moves, relayout_moves, scan_moves
+from tilewise.tokens.moves import gather_moves, halo_moves, relayout_moves, scan_moves
 
 BANDWIDTH, LATENCY, FLOPS = 1e6, 0.5, 1e9
 MACHINE = tw.Machine(
@@ -140,3 +141,46 @@ def test_what_is_no_layer_is_refused():
         StateLayer(2, 0, 8)
     with pytest.raises(ValueError, match="give some, all for the same number"):
         simulate_moves([], 8, MACHINE)
+
+
+INDEXED = IndexedLayer(
+    num_heads=4, head_dim=8, v_head_dim=8, row_width=12, index_heads=2, index_dim=4, top_k=8
+)
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag"])
+def test_an_indexed_layer_is_priced_as_its_rows_move(name: str):
+    """Index keys, places, rows and gradients: of causal rows, which all travel where each query
+    chooses as many keys as there are ranks.
+    """
+    n, num_tokens = 4, 64
+    model = HybridWork(work(num_tokens).attention, 0, (), (INDEXED, INDEXED))
+    found = {one.name: one for one in search_hybrid(model, MACHINE, world_size=n)}
+    layout = getattr(tw, name)(num_tokens, n)
+    seen = gather_moves(layout, tw.Causal())
+    rows = [seen.rows_sent(rank, backward=False) for rank in range(n)]
+    asked = [seen.rows_sent(rank, backward=True) for rank in range(n)]
+    sent = [(4 * 4 + 4 * 12) * x + (4 + 4 * 12) * y for x, y in zip(rows, asked, strict=True)]
+    parts = found[name].parts
+    # one row stands for a share, of which a rank sees all or nothing
+    assert found[name].sent_bytes[4] == pytest.approx(2 * max(sent), rel=0.2)
+    assert parts.indexed > 0 and parts.attention == parts.scan == 0
+    assert "indexed" in found[name].reason
+
+
+def test_few_chosen_keys_send_fewer_rows():
+    def sent(top_k: int) -> int:
+        layer = replace(INDEXED, top_k=top_k)
+        return indexed_cost(layer, tw.contiguous, 64, 8, "float32", MACHINE)[1]
+
+    assert sent(1) < sent(4) < sent(8) == sent(64)
+
+
+def test_scores_of_an_indexer_are_level_on_zigzag_tokens():
+    """Where nothing but scores takes long; chosen keys are level on any."""
+    heavy = replace(INDEXED, index_heads=1 << 12, top_k=1)
+    contiguous, zigzag = (
+        indexed_cost(heavy, make, 64, 4, "float32", MACHINE)[0]
+        for make in (tw.contiguous, tw.zigzag)
+    )
+    assert zigzag < contiguous

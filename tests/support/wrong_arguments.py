@@ -407,6 +407,12 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
         "fill": -100, "wrap": False,
     }  # fmt: skip
     yield "cp.gather", of(cp, "gather"), {"x": torch.ones(16, 2), "dim": 0, "mask": MASK}
+    named = {"x": torch.ones(16, 2), "positions": torch.tensor([3, -1]), "dim": 0}
+    yield "cp.gather_rows", of(cp, "gather_rows"), named
+    indexer = {"q_index": torch.ones(16, 2, 4), "k_index": torch.ones(16, 4)}
+    yield "cp.index", of(cp, "index"), {
+        **indexer, "weights": torch.ones(16, 2), "k": 3, "mask": MASK, "cu_seqlens": [0, 16],
+    }  # fmt: skip
     relayout = {"x": torch.ones(16, 2), "to": tw.contiguous(16, 1), "dim": 0}
     yield "cp.relayout", of(cp, "relayout"), relayout
     yield "cp.pieces", of(cp, "pieces"), {"cu_seqlens": [0, 16]}

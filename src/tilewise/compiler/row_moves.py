@@ -114,18 +114,9 @@ class RowMoves:
         parts = [run.start + run.stride * np.arange(run.count) for run in self.wanted[rank]]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    @cached_property
-    def _owners(self) -> tuple[Rows, Rows]:
-        """The owner of each position, and its row there."""
-        owner, row = np.empty((2, self.layout.num_tokens), np.int64)
-        for rank in range(self.world_size):
-            rows = self.layout.rows(rank)
-            owner[rows], row[rows] = rank, np.arange(len(rows))
-        return owner, row
-
     def of_rank(self, rank: int) -> RankMoves:
         """Return what one rank sends, receives and keeps."""
-        owner, row = self._owners
+        owner, row = owners_of(self.layout)
         wanted = self.wanted_rows(rank)
         places = np.flatnonzero(wanted != FILL)
         owners = owner[wanted[places]]
@@ -141,7 +132,7 @@ class RowMoves:
         return RankMoves(tuple(self._sends(rank)), tuple(recvs.values()), own, filled)
 
     def _sends(self, rank: int) -> list[Arriving]:
-        owner, row = self._owners
+        owner, row = owners_of(self.layout)
         sends: list[Arriving] = []
         known: dict[tuple[Run, ...], Rows] = {}
         for peer in range(self.world_size):
@@ -159,7 +150,7 @@ class RowMoves:
     @cached_property
     def num_rows(self) -> Rows:
         """Rows that each rank sends to each other one, [from, to]; 0 to itself."""
-        owner, _ = self._owners
+        owner, _ = owners_of(self.layout)
         n = self.world_size
         counts = np.zeros((n, n), np.int64)
         for rank in range(n):
@@ -217,6 +208,16 @@ class RowMoves:
         ]
         title = f"{self.name} over {self.layout!r}: rows to rank"
         return "\n".join([title, f"from  {head}", *lines])
+
+
+@lru_cache(maxsize=64)
+def owners_of(layout: Layout) -> tuple[Rows, Rows]:
+    """Return the owner of each position, and its row there, of a layout that is a partition."""
+    owner, row = np.empty((2, layout.num_tokens), np.int64)
+    for rank in range(layout.world_size):
+        rows = layout.rows(rank)
+        owner[rows], row[rows] = rank, np.arange(len(rows))
+    return owner, row
 
 
 @lru_cache(maxsize=64)

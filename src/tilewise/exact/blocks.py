@@ -164,25 +164,8 @@ def _intervals(pairs: Strips, own: Side, at: Array, start: int) -> tuple[Array, 
         at: positions of the own rows, ascending.
         start: position of the first walked place.
     """
-    row, low, high = _by_query(pairs, at) if own is Side.Q else _by_key(pairs, at)
-    order = np.lexsort((low, row))
-    row, low, high = row[order], low[order] - start, high[order] - start
-    follows = (row[1:] == row[:-1]) & (low[1:] == high[:-1])  # one interval, cut by the mask
-    first = np.flatnonzero(np.concatenate([[True], ~follows])[: len(row)])
-    last = np.append(first[1:], len(row))[: len(first)] - 1
-    row, low, high = row[first], low[first], high[last]
-    depth = np.arange(len(row)) - np.searchsorted(row, row)
-    table = np.zeros((2, int(depth.max(initial=0)) + 1, len(at)), np.int64)
-    table[0, depth, row], table[1, depth, row] = low, high
-    return table[0], table[1]
-
-
-def _by_query(pairs: Strips, at: Array) -> tuple[Array, Array, Array]:
-    """Row, first and end of the keys of each strip that each query is in."""
-    strip, row = strips.expand(np.searchsorted(at, pairs.q0), np.searchsorted(at, pairs.q1))
-    position = at[row]
-    low = pairs.lo[strip] + pairs.lo_slope[strip] * position
-    return row, low, pairs.hi[strip] + pairs.hi_slope[strip] * position
+    row, low, high = strips.of_queries(pairs, at) if own is Side.Q else _by_key(pairs, at)
+    return strips.interval_table(row, low - start, high - start, len(at))
 
 
 def _by_key(pairs: Strips, at: Array) -> tuple[Array, Array, Array]:

@@ -175,7 +175,7 @@ class CpuKernel(WholeRowsKernel):
         out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype)
         results = (out, lse, lse.clone()) if scores.max_logit else (out, lse)
-        with _one_thread():
+        with one_thread():
             for work in self._work(Side.Q, q, k, scores):
                 keys, values = work.walked(k), work.walked(v)
                 for head in work.heads:
@@ -191,7 +191,7 @@ class CpuKernel(WholeRowsKernel):
     def query_gradients(self, operands: Operands, scores: Scores) -> Tensor:
         q, k, v, dout, lse, delta = operands
         dq = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype))
-        with _one_thread():
+        with one_thread():
             for work in self._work(Side.Q, q, k, scores):
                 keys, values = work.walked(k), work.walked(v)
                 for head in work.heads:
@@ -209,7 +209,7 @@ class CpuKernel(WholeRowsKernel):
     def key_gradients(self, operands: Operands, scores: Scores) -> tuple[Tensor, Tensor]:
         q, k, v, dout, lse, delta = operands
         dk, dv = (torch.zeros(x.shape, dtype=accumulator_dtype(q.dtype)) for x in (k, v))
-        with _one_thread():
+        with one_thread():
             for work in self._work(Side.KV, q, k, scores):
                 keys, values = work.own(k, work.kv_head), work.own(v, work.kv_head)
                 totals = torch.zeros_like(keys), torch.zeros_like(values)
@@ -490,7 +490,7 @@ def _delivered(found: Results, into: Results | None) -> Results:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Let torch's operators run on the calling thread alone.
 
     Several threads cut an elementwise operator's numbers in as many parts, and at the end of each

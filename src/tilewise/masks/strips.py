@@ -190,6 +190,35 @@ def expand(start: Array, stop: Array) -> tuple[Array, Array]:
     return index, np.arange(len(index)) + shift[index]
 
 
+def of_queries(strips: Strips, queries: Array) -> tuple[Array, Array, Array]:
+    """Row, first and end of the keys of each strip that each query is in.
+
+    Args:
+        queries: positions, ascending.
+    """
+    start, stop = np.searchsorted(queries, strips.q0), np.searchsorted(queries, strips.q1)
+    strip, row = expand(start, stop)
+    position = queries[row]
+    low = strips.lo[strip] + strips.lo_slope[strip] * position
+    return row, low, strips.hi[strip] + strips.hi_slope[strip] * position
+
+
+def interval_table(row: Array, low: Array, high: Array, num_rows: int) -> tuple[Array, Array]:
+    """First and end of the intervals [low, high) of each row, ascending, as tables [depth, rows];
+    0, 0 where a row has fewer. Those that touch are one.
+    """
+    order = np.lexsort((low, row))
+    row, low, high = row[order], low[order], high[order]
+    follows = (row[1:] == row[:-1]) & (low[1:] == high[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~follows])[: len(row)])
+    last = np.append(first[1:], len(row))[: len(first)] - 1
+    row, low, high = row[first], low[first], high[last]
+    depth = np.arange(len(row)) - np.searchsorted(row, row)
+    table = np.zeros((2, int(depth.max(initial=0)) + 1, num_rows), np.int64)
+    table[0, depth, row], table[1, depth, row] = low, high
+    return table[0], table[1]
+
+
 def _between(q0: Array, q1: Array, lows: tuple[Line, Line], highs: tuple[Line, Line]) -> Strips:
     """The rows [q0, q1) between the higher of two lines and the lower of two others.
 

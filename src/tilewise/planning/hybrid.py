@@ -29,6 +29,7 @@ from tilewise.arguments import (
 from tilewise.compiler.row_moves import RowMoves
 from tilewise.layouts.layout import Layout, contiguous, zigzag
 from tilewise.planning.candidate import Candidate
+from tilewise.planning.indexed_layers import IndexedLayer, indexed_cost
 from tilewise.planning.pass_model import pad_to_equal_shards
 from tilewise.planning.search import promising, search
 from tilewise.simulation.machine import Machine
@@ -128,11 +129,13 @@ class HybridWork:
         attention: of one layer of attention; its layout does not count.
         num_attention_layers: how many there are.
         states: the layers with a state or a convolution, one entry for each.
+        indexed: the layers whose indexer chooses keys, one entry for each.
     """
 
     attention: Workload
     num_attention_layers: int
     states: tuple[StateLayer, ...]
+    indexed: tuple[IndexedLayer, ...] = ()
 
     def __post_init__(self) -> None:
         whole_number("num_attention_layers", self.num_attention_layers, 0)
@@ -154,6 +157,7 @@ class HybridSeconds(NamedTuple):
         attention: of its plan.
         scan, halo: of what states and convolutions send.
         relayout: of rows that move around layers of attention.
+        indexed: of layers whose indexer chooses keys: what travels, and their kernels.
         local: of the scans' own kernels, as tiles of CHUNK queries and keys: an assumption that is
             the same for every choice.
     """
@@ -162,6 +166,7 @@ class HybridSeconds(NamedTuple):
     scan: float
     halo: float
     relayout: float
+    indexed: float
     local: float
 
 
@@ -187,7 +192,7 @@ class HybridCandidate:
     attention_layout: Layout
     attention: Candidate
     parts: HybridSeconds
-    sent_bytes: tuple[int, int, int, int]
+    sent_bytes: tuple[int, int, int, int, int]
     reason: str = field(default="", compare=False)
 
     @property
@@ -276,7 +281,7 @@ def _priced(
     attention: Mapping[str, Cost],
     *,
     counts_bytes: bool,
-) -> dict[Name, tuple[HybridSeconds, tuple[int, int, int, int]]]:
+) -> dict[Name, tuple[HybridSeconds, tuple[int, int, int, int, int]]]:
     """Seconds and bytes of each choice.
 
     Args:
@@ -333,15 +338,27 @@ def _priced(
             (2, machine.kernel(padded.dtype, True)),
         )
     )
-    layers = {kind: (scans(kind), halos(kind)) for kind in _MAKE}
+
+    def indexed(kind: str) -> Cost:
+        """The cost of all layers whose indexer chooses keys."""
+        shape = padded.num_tokens, world_size, padded.dtype, machine
+        costs = [
+            (indexed_cost(layer, _MAKE[kind], *shape), count)
+            for layer, count in Counter(work.indexed).items()
+        ]
+        return _summed(costs)
+
+    layers = {kind: (scans(kind), halos(kind), indexed(kind)) for kind in _MAKE}
     moved, num_layers = relayout(), work.num_attention_layers
-    priced: dict[Name, tuple[HybridSeconds, tuple[int, int, int, int]]] = {}
+    priced: dict[Name, tuple[HybridSeconds, tuple[int, int, int, int, int]]] = {}
     for name, layouts in CHOICES.items():
-        (scan, halo), plan = layers[layouts.tokens], attention[layouts.attention]
+        (scan, halo, chosen), plan = layers[layouts.tokens], attention[layouts.attention]
         move = moved if name == "relayout" else (0.0, 0)
         priced[name] = (
-            HybridSeconds(num_layers * plan[0], scan[0], halo[0], num_layers * move[0], local),
-            (num_layers * plan[1], scan[1], halo[1], num_layers * move[1]),
+            HybridSeconds(
+                num_layers * plan[0], scan[0], halo[0], num_layers * move[0], chosen[0], local
+            ),
+            (num_layers * plan[1], scan[1], halo[1], num_layers * move[1], chosen[1]),
         )
     return priced
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from itertools import chain, pairwise
 
 import numpy as np
 
-from tilewise.compiler.row_moves import FILL, RowMoves
+from tilewise.compiler.row_moves import FILL, RowMoves, Rows
 from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout, Run, runs_of_positions
 from tilewise.masks.base import Mask
@@ -68,6 +68,16 @@ def gather_moves(layout: Layout, mask: Mask | None) -> RowMoves:
         return RowMoves("gather", owned, wanted, mask=mask)
 
     return _KEPT.get(("gather", layout, mask), make)
+
+
+def named_moves(layout: Layout, positions: Sequence[Rows]) -> RowMoves:
+    """The rows that each rank names: those that travel in `gather_rows`, to count or simulate.
+
+    Args:
+        positions: of each rank any positions, in any order; each row is sent to a rank once.
+    """
+    wanted = [runs_of_positions(np.unique(mine)) for mine in positions]
+    return RowMoves("gather_rows", layout, wanted)
 
 
 def roll_moves(layout: Layout, shifts: int, cu_seqlens: tuple[int, ...], *, wrap: bool) -> RowMoves:

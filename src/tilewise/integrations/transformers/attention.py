@@ -15,6 +15,7 @@ import tilewise as tw
 from tilewise.execution.validation import MOST_SEEDS
 from tilewise.integrations.seeds import agreed_seed, drawn_seed
 from tilewise.integrations.transformers.adapters import names_in_layers
+from tilewise.integrations.transformers.chosen_keys import attend_to_chosen
 from tilewise.integrations.transformers.documents import (
     CuSeqlens,
     checked_documents,
@@ -70,13 +71,16 @@ class LayerMask:
         self.documents: tuple[CuSeqlens, ...] = ()
         self.seed: int | None = None  # of dropout, in the first layer that drops
         self.layers: dict[nn.Module, int] = {}  # those that drop, counted
+        self.of_indexer: Any = None  # what a layer's indexer gets, where it runs split
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"LayerMask has no attribute {name!r}")
         refuse(self.cp, f"the model reads {name} of its mask; {UNREADABLE}")
 
-    def __getitem__(self, _: Any) -> NoReturn:
+    def __getitem__(self, _: Any) -> Any:
+        if self.of_indexer is not None:
+            return self.of_indexer
         refuse(self.cp, f"the model cuts its mask; {UNREADABLE}")
 
     @classmethod
@@ -283,6 +287,7 @@ def attention_of(cp: tw.ContextParallel, proven: bool) -> Callable[..., tuple[Te
         _refuse_other_ranks(cp, thread)
         if not isinstance(attention_mask, LayerMask):
             refuse(cp, _foreign(module, attention_mask))
+        indices = given.pop("indices", None)  # of the keys that an indexer has chosen
         error = _unproven(module, proven)
         error = error or refused_keyword(module, attention_mask.mask, given, counts_routers=proven)
         if error is None and query.shape[2] != key.shape[2]:
@@ -298,19 +303,21 @@ def attention_of(cp: tw.ContextParallel, proven: bool) -> Callable[..., tuple[Te
         rows = cp.layout.size(cp.rank)
         # A rank without tokens runs the model on one row of padding, which never gets here.
         spare = query.shape[2] if rows == 0 else 0
-        q, k, v = (x.transpose(1, 2)[:, spare:] for x in (query, key, value))
+        query, key, value = (x[:, :, spare:] for x in (query, key, value))
         dropout = float(given.get("dropout") or 0)
-        out = cp.attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            softmax_scale=given.get("scaling"),
-            sink=given.get("s_aux"),
-            softcap=given.get("softcap"),
-            dropout_p=dropout,
-            dropout_seed=attention_mask.dropout_seed(module) if dropout else None,
-        )
+        options: dict[str, Any] = {
+            "softmax_scale": given.get("scaling"),
+            "sink": given.get("s_aux"),
+            "softcap": given.get("softcap"),
+            "dropout_p": dropout,
+            "dropout_seed": attention_mask.dropout_seed(module) if dropout else None,
+        }
+        if indices is not None:
+            chosen = indices[:, spare:]
+            out = attend_to_chosen(cp, module, query, key, value, chosen, mask, options)
+        else:
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            out = cp.attention(q, k, v, mask=mask, **options)
         return nn.functional.pad(out, (0, 0, 0, 0, 0, spare)) if spare else out, None
 
     return attend

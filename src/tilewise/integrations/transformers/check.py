@@ -20,6 +20,7 @@ from tilewise.integrations.transformers.adapters import (
 )
 from tilewise.integrations.transformers.attention import attention_of, masks_of
 from tilewise.integrations.transformers.experts import knows_router_loss
+from tilewise.integrations.transformers.indexers import wire_indexers
 from tilewise.integrations.transformers.masks import refused_model, uses_attention_interface
 from tilewise.integrations.transformers.rope import RopeLengths
 from tilewise.integrations.transformers.saved import (
@@ -213,7 +214,9 @@ def refusal(
         error = f"{model_class.__name__} does not use transformers' AttentionInterface"
     if error is None and numerical:
         text = config.to_json_string(use_diff=False)
-        given = model_class, text, loss, loss_function, splits_states, config, attach
+        chooses = "indexed_attention" in (getattr(text_config, "layer_types", None) or ())
+        packed = splits_states or chooses
+        given = model_class, text, loss, loss_function, packed, config, attach
         error = lazy.find("ModelUnderTest")(*given, adapter).refuted()
     return error
 
@@ -228,6 +231,7 @@ def attach(model: Any, cp: tw.ContextParallel, name: str) -> None:
     lengths = registered(cp, name, proven=True, stateless=is_stateless(base))
     use_split_attention(base, name)
     lengths.agree_in(base)
+    wire_indexers(base)
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
         stand_in(called, base, cp)
     split_all_calls(model, base, cp, name)

@@ -27,7 +27,7 @@ from tilewise.integrations.transformers.saved import not_compiled
 from tilewise.transport.means import on_every_rank
 
 NAME, MIXTRAL = "load_balancing_loss_func", "transformers.models.mixtral.modeling_mixtral"
-PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+PARAMETERS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 ASKS = "output_router_logits"
 """The argument of a call, and the field of a configuration, that asks for the loss."""
 
@@ -50,7 +50,7 @@ _state = _State()
 def knows_router_loss(model_class: type) -> bool:
     """Return whether the routers' loss of a model is one that counts all ranks in split calls."""
     found = _module(model_class).get(NAME)
-    return found is not None and [*inspect.signature(found).parameters] == PARAMETERS
+    return found is not None and tuple(inspect.signature(found).parameters) == PARAMETERS
 
 
 def refused_router_loss(model_class: type) -> str | None:

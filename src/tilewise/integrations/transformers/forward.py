@@ -35,6 +35,7 @@ from tilewise.integrations.data import IGNORED
 from tilewise.integrations.transformers.attention import LayerMask, attention_of, masks_of
 from tilewise.integrations.transformers.check import base_model, refuse_new_adapters, refused_loss
 from tilewise.integrations.transformers.experts import ASKS, refused_router_loss
+from tilewise.integrations.transformers.indexers import wire_indexers
 from tilewise.integrations.transformers.labels import given_labels, is_masked
 from tilewise.integrations.transformers.late_gather import LateGather
 from tilewise.integrations.transformers.plan import choose_layouts, may_choose, work_to_plan
@@ -258,6 +259,7 @@ class SplitForward(Shared):
         self.embeds_types = any("token_type_embeddings" in name for name, _ in base.named_modules())
         self.parameters = [*inspect.signature(type(base).forward).parameters][1:]
         wire(base)
+        wire_indexers(base)
         self.stateless = is_stateless(base)
         self.name, self.model_class = type(base).__name__, type(base)
         self.work = work_to_plan(base, self.transport.rank) if strategy == "auto" else None

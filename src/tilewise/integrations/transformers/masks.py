@@ -15,7 +15,7 @@ import tilewise as tw
 from tilewise.masks.base import And, Or
 
 COUNTS_FROM_PADDING = "create_position_ids_from_input_ids"  # a method of RoBERTa's embeddings
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
 STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe")
 PADDED = (
     "attention_mask hides padding, which would be another mask for each row; pass it to hf.shard "
@@ -128,6 +128,11 @@ def refused_model(
     others = set(getattr(config, "layer_types", None) or ()) - set(known)
     if others:
         return f"{name}: layers of type {', '.join(sorted(others))} cannot be split by tilewise"
+    if hasattr(config, "indexer_compress_ratio"):
+        return (
+            f"{name}: its indexer chooses blocks of keys that it has compressed, which tilewise "
+            "cannot split; it splits indexers that choose keys, as DeepSeek V3.2's does"
+        )
     skips = [key for key, value in vars(config).items() if "layerdrop" in key and value]
     if skips:
         return (

@@ -1,0 +1,110 @@
+"""Attention with a list of keys for each query, in plain torch on any device.
+
+    s_j = scale q . k_j for the keys j of the query's list;   p = exp(s - lse)
+    out = sum p_j v_j;   ds_j = p_j (dout . v_j - delta);   dq = scale sum ds_j k_j
+    dk_j += scale ds_j q;   dv_j += p_j dout          in the order of queries
+
+A block of queries takes its keys and values out of the tables, computes, and forgets them: work and
+memory grow with the length of the lists, not with the number of keys. Backward computes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewise.kernels.protocol import accumulator_dtype
+from tilewise.tokens.named_rows import add_rows
+
+MOST_NUMBERS = 1 << 24
+"""Numbers of keys and values that a block of queries takes out of the tables."""
+
+
+class _Block(NamedTuple):
+    """Queries of a block, and the keys of their lists.
+
+    Attributes:
+        rows: of the queries.
+        q: [rows, kv heads, queries a kv head, head_dim], scaled.
+        k, v: [rows, k, kv heads, width].
+        p: weights as exp(s - lse), [rows, kv heads, queries a kv head, k].
+        lse: [rows, kv heads, queries a kv head].
+        places: rows of the tables, [rows, k]; -1 for none.
+    """
+
+    rows: slice
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    p: Tensor
+    lse: Tensor
+    places: Tensor
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor, places: Tensor, scale: float) -> Iterator[_Block]:
+    dtype = accumulator_dtype(q.dtype)
+    if not len(k):  # a row that no list names
+        k, v = (x.new_zeros((1, *x.shape[1:])) for x in (k, v))
+    row_numbers = max(1, places.shape[1] * (k[0].numel() + v[0].numel()))
+    size = max(1, MOST_NUMBERS // row_numbers)
+    for start in range(0, len(q), size):
+        rows = slice(start, start + size)
+        own = places[rows]
+        named = own.clamp(min=0).flatten()
+        keys, values = (x.index_select(0, named).unflatten(0, own.shape).to(dtype) for x in (k, v))
+        queries = q[rows].to(dtype).unflatten(1, (k.shape[1], -1)) * scale
+        scores = torch.einsum("rhgd,rkhd->rhgk", queries, keys)
+        scores = scores.masked_fill_((own < 0)[:, None, None], -torch.inf)
+        lse = (
+            scores.logsumexp(-1) if own.shape[1] else scores.new_full(scores.shape[:3], -torch.inf)
+        )
+        p = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
+        yield _Block(rows, queries, keys, values, p, lse, own)
+
+
+class ListAttention(torch.autograd.Function):
+    """out [queries, heads, v_head_dim] and lse [queries, heads] of queries [queries, heads,
+    head_dim], for tables of keys and values [rows, kv heads, width] and places in them [queries,
+    k]. Rows with no key: out 0, lse -inf.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, places: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out = q.new_empty((*q.shape[:2], v.shape[2]))
+        lse = q.new_empty(q.shape[:2], dtype=accumulator_dtype(q.dtype))
+        for block in _blocks(q, k, v, places, scale):
+            values = torch.einsum("rhgk,rkhd->rhgd", block.p, block.v)
+            out[block.rows] = values.flatten(1, 2).to(out.dtype)
+            lse[block.rows] = block.lse.flatten(1)
+        ctx.save_for_backward(q, k, v, places, out)
+        ctx.scale = scale
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dout: Tensor, dlse: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, places, out = ctx.saved_tensors
+        dtype = accumulator_dtype(q.dtype)
+        dq = torch.empty_like(q)
+        # one more row, for the places of no key
+        dk, dv = (x.new_zeros((len(x) + 1, *x.shape[1:]), dtype=dtype) for x in (k, v))
+        for block in _blocks(q, k, v, places, ctx.scale):
+            heads = block.p.shape[1:3]
+            grad, mine = (x[block.rows].to(dtype).unflatten(1, heads) for x in (dout, out))
+            delta = (grad * mine).sum(-1) - dlse[block.rows].to(dtype).unflatten(1, heads)
+            ds = torch.einsum("rhgd,rkhd->rhgk", grad, block.v).sub_(delta[..., None])
+            ds = torch.where(block.p == 0, 0.0, ds * block.p)
+            found = torch.einsum("rhgk,rkhd->rhgd", ds, block.k).mul_(ctx.scale)
+            dq[block.rows] = found.flatten(1, 2).to(q.dtype)
+            for total, weights, rows in ((dk, ds, block.q), (dv, block.p, grad)):
+                terms = torch.einsum("rhgk,rhgd->rkhd", weights, rows)
+                add_rows(total, block.places.flatten() % len(total), terms.flatten(0, 1))
+        return dq, dk[:-1].to(k.dtype), dv[:-1].to(v.dtype), None, None
