@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import yaml
 
 import tilewise as tw
@@ -41,7 +40,6 @@ def test_the_api_page_has_every_public_name():
     assert named - set(listed) == {"plan.Plan", "kernels.kernel_for"}
 
 
-@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
@@ -49,5 +47,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path):
     api = (tmp_path / "api" / "index.html").read_text()
     for name in tw.__all__:
         assert f'id="tilewise.{name}"' in api, name
+    sections = (tmp_path / "llms.txt").read_text()
+    for page in pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]):
+        assert f"](https://OWNER.github.io/tilewise/{page})" in sections, page
+        if ":::" not in (DOCS / page).read_text():
+            assert (tmp_path / page).read_text() == (DOCS / page).read_text(), page
+    described = (tmp_path / "api.md").read_text()
+    assert ":::" not in described and all(f"`tilewise.{name}`" in described for name in tw.__all__)
+    assert "Exact softmax attention" in described
     scripts = [p for p in tmp_path.rglob("*.html") if re.search(r'src="https?://', p.read_text())]
     assert not scripts, "pages must load nothing from elsewhere"

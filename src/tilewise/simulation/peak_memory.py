@@ -15,8 +15,9 @@ from functools import cached_property
 
 import numpy as np
 
+from tilewise.compiler.code import Code
 from tilewise.compiler.codegen import pass_code
-from tilewise.compiler.facts import CallTraits, device_traits
+from tilewise.compiler.facts import CallTraits, CodeTraits, device_traits
 from tilewise.compiler.pruning import all_alike
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.plan.ir import Plan, find_symmetry
@@ -37,12 +38,18 @@ class PassMemory:
         passes: of a call: what forward keeps is for backward to say.
         backward: which of them.
         device: "cpu" or "cuda".
+        traits: of the transport and the kernel; None: of loopback, and of NCCL on one node.
     """
 
     def __init__(
-        self, passes: tuple[ResolvedPass, ResolvedPass], *, backward: bool, device: str = "cpu"
+        self,
+        passes: tuple[ResolvedPass, ResolvedPass],
+        *,
+        backward: bool,
+        device: str = "cpu",
+        traits: CodeTraits | None = None,
     ):
-        self._backward, self._traits = backward, device_traits(device)
+        self._backward, self._traits = backward, traits or device_traits(device)
         self._prune = passes[1].then is not None
         if self._prune:  # the parts of a pass have plans of their own
             self._passes, self._ranks = passes, range(passes[0].plan.world_size)
@@ -80,11 +87,18 @@ class PassMemory:
 
     def of_rank(self, rank: int) -> int:
         """Return the memory of one rank."""
+        return self._code(rank).peak_bytes
+
+    @property
+    def largest_code(self) -> Code:
+        """The code of the rank that needs most."""
+        return max(map(self._code, self._ranks), key=lambda code: code.peak_bytes)
+
+    def _code(self, rank: int) -> Code:
         call = CallTraits(prune=self._prune, keep=self._passes[1].payload.saved)
-        code = pass_code(
+        return pass_code(
             self._passes, rank, backward=self._backward, call=call, traits=self._traits
         )
-        return code.peak_bytes
 
 
 def _pruned(resolved: ResolvedPass, alike: bool | None) -> tuple[Plan, Sequence[int]]:

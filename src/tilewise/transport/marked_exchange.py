@@ -28,6 +28,19 @@ EXCHANGES_KEPT = 8
 Sizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
+def marked_sizes(sizes: Sizes, place: int) -> tuple[list[int], list[int]]:
+    """Return the bytes of each piece as it leaves, and the room for each that arrives.
+
+    Args:
+        sizes, place: as the memory of an exchange takes them.
+    """
+    sent, received = sizes
+    leaving = [_MARK_BYTES + size for size in sent]
+    room = [_MARK_BYTES + max(x, 2 * MARKED_BYTES_ON_A_HOST) for x in received]
+    leaving[place] = room[place] = 0  # the own piece is copied at once
+    return leaving, room
+
+
 class _Buffers:
     """The memory of one exchange: marks and pieces as they leave, and as they arrive.
 
@@ -43,9 +56,7 @@ class _Buffers:
         sent, received = sizes
         self.bytes_sent = sum(sent) - sent[place]
         self.messages_sent = len(sent) - sent.count(0) - (sent[place] > 0)
-        self.leaving_sizes = [_MARK_BYTES + size for size in sent]
-        self.room = [_MARK_BYTES + max(x, 2 * MARKED_BYTES_ON_A_HOST) for x in received]
-        self.leaving_sizes[place] = self.room[place] = 0  # the own piece is copied at once
+        self.leaving_sizes, self.room = marked_sizes(sizes, place)
         with torch.inference_mode(False):  # else later calls outside of it could not write
             self.leaving = torch.empty(sum(self.leaving_sizes), dtype=torch.uint8)
             self.arrived = torch.empty(sum(self.room), dtype=torch.uint8)

@@ -12,6 +12,7 @@ from tilewise_tools.cli.demo import demo
 from tilewise_tools.cli.doctor import doctor
 from tilewise_tools.cli.examples import epilog
 from tilewise_tools.cli.explain import explain
+from tilewise_tools.cli.fits import fits_command
 from tilewise_tools.cli.lab import lab_app
 from tilewise_tools.cli.mask import mask_command
 from tilewise_tools.cli.parity import parity
@@ -47,6 +48,7 @@ for command in (
     show_command,
     plan_command,
     advise_command,
+    fits_command,
     simulate_command,
     mask_command,
     parity,

@@ -19,6 +19,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "tilewise advise --for megatron --model config.json --num-tokens 256K",
             "tilewise advise --for accelerate --model config.json --num-tokens 64K --world-size 32",
         ),
+        "fits": (
+            "tilewise fits --model config.json --machine h100x8 --cp 8 --dp 8 --checkpointing",
+            "tilewise fits --model config.json --num-tokens 128K --cp 8 --dp 64",
+        ),
         "simulate": (
             "tilewise simulate 'mesh(64, q_tile=8)' --num-tokens 256K --heads 32:32",
             "tilewise simulate 'ring(16)' --num-tokens 64K --trace trace.json",
