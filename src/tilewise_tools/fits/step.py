@@ -142,7 +142,9 @@ def _follow(layer: nn.Module, ledger: Ledger) -> None:
 def _shard(model: nn.Module, layers: nn.ModuleList, setting: Setting, ledger: Ledger) -> None:
     """Reduce gradients to shards as FSDP does: those of a layer when all are there, all others at
     the end."""
-    owners = {x: number for number, layer in enumerate(layers) for x in layer.parameters()}
+    owners: dict[Tensor, int] = {
+        x: number for number, layer in enumerate(layers) for x in layer.parameters()
+    }
     waiting = Counter(owners.get(x, -1) for x in model.parameters() if x.requires_grad)
     there: dict[int, list[Tensor]] = {}
     on_host = "parameters" in setting.offload
