@@ -37,7 +37,8 @@ def drawn(number: int) -> list[tuple[Called, str, str]]:
 
 
 def refused(called: Called, argument: str, value: str, again: bool = True) -> str | None:
-    """Return what is wrong with the end of a call, if anything is. A slow one is tried again.
+    """Return what is wrong with the end of a call; None if nothing is, and "" if it was no wrong
+    call. A slow one is tried again.
 
     The first call of a function may import what it needs.
     """
@@ -45,7 +46,7 @@ def refused(called: Called, argument: str, value: str, again: bool = True) -> st
     began = time.process_time()
     try:
         called.run({argument: given})
-        return None  # a right argument may take long: a million tokens' blocks are drawn
+        return ""  # a right argument may take long: a million tokens' blocks are drawn
     except ValueError as error:
         letters = len(str(error)) - (len(given) if isinstance(given, str) else 0)
         if letters > MOST_LETTERS or FOREIGN.search(str(error)):
@@ -64,13 +65,21 @@ def refused(called: Called, argument: str, value: str, again: bool = True) -> st
 def test_wrong_arguments_end_in_a_value_error():
     import transformers  # noqa: F401 - so that the memory it takes is no call's
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    wrong, grown = list[str](), 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of the tensors in the pool
-        wrong = [text for call in drawn(NUM_CALLS) if (text := refused(*call))]
+        for call in drawn(NUM_CALLS):
+            before = peak_bytes()
+            text = refused(*call)
+            wrong += [text] * bool(text)
+            grown += (peak_bytes() - before) * (text != "")
     assert not wrong, "\n".join(wrong)
-    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert grown < MOST_BYTES, f"{grown >> 20} MiB"
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @pytest.mark.parametrize("called", CALLS, ids=lambda called: called.name)

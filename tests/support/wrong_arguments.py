@@ -408,6 +408,7 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     }  # fmt: skip
     yield "cp.gather", of(cp, "gather"), {"x": torch.ones(16, 2), "dim": 0, "mask": MASK}
     named = {"x": torch.ones(16, 2), "positions": torch.tensor([3, -1]), "dim": 0}
+    yield "Chosen", tw.Chosen, {"positions": torch.zeros(16, 3).long(), "within": MASK}
     yield "cp.gather_rows", of(cp, "gather_rows"), named
     indexer = {"q_index": torch.ones(16, 2, 4), "k_index": torch.ones(16, 4)}
     yield "cp.index", of(cp, "index"), {

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import tilewise as tw
 from tilewise.kernels.registry import kernel_for
+from tilewise.tiles.calls import KernelCall
 from tilewise.transport import posted
 from tilewise.transport.loopback import LoopbackGroup
 from tilewise.transport.processes import run_ranks
@@ -54,6 +55,24 @@ class Slowed:
 
     def backward(self, *args: Any, **words: Any) -> Any:
         time.sleep(PAUSE)
+        return self._kernel.backward(*args, **words)
+
+
+class AsLongAsPairs:
+    """The CPU's kernel with a pause in every call, by the pairs that it computes."""
+
+    def __init__(self) -> None:
+        self._kernel = kernel_for("cpu", torch.float32, 16)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+    def forward(self, q: Any, k: Any, v: Any, call: KernelCall, *args: Any, **words: Any) -> Any:
+        time.sleep(PAUSE * call.area / 50_000)
+        return self._kernel.forward(q, k, v, call, *args, **words)
+
+    def backward(self, *args: Any, **words: Any) -> Any:
+        time.sleep(PAUSE * args[6].area / 50_000)
         return self._kernel.backward(*args, **words)
 
 
@@ -150,7 +169,7 @@ def test_a_slow_link_is_named_first(tmp_path: Path):
 def test_a_long_document_is_named_first(tmp_path: Path):
     borders = [*range(0, 1025, 64), 1536, *range(1600, 2049, 64)]
     mask, layout = tw.Document(borders), tw.contiguous(2048, N)
-    recorded(tmp_path, tw.ring(N), 2048, mask, layout)
+    recorded(tmp_path, tw.ring(N), 2048, mask, layout, lambda *_: AsLongAsPairs())
     explanation = explained(tmp_path)
     first = explanation.findings[0]
     assert (first.kind, first.ranks, first.document) == ("uneven work", (2,), (16, 1024, 1536))
