@@ -217,12 +217,19 @@ def loadable(x: Tensor) -> Tensor:
     be. Else a copy."""
     if x.is_contiguous() and x.stride(-1) == 1 and x.data_ptr() % ALIGNMENT_BYTES == 0:
         return x
+    return x if is_loadable(x, x.data_ptr()) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_loadable(x: Tensor, address: int) -> bool:
+    """Return whether kernels load a tensor as it is, if its first number is at this address.
+
+    Args:
+        address: in bytes; of a tensor without memory its place in the storage.
+    """
     unit = ALIGNMENT_BYTES if x.shape[-1] * x.itemsize % ALIGNMENT_BYTES == 0 else x.itemsize
     *strides, last = x.stride()
     aligned = x.is_contiguous() or not any(stride * x.itemsize % unit for stride in strides)
-    if last == 1 and x.data_ptr() % unit == 0 and aligned:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return last == 1 and address % unit == 0 and aligned
 
 
 def heads_first(x: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tilewise.arguments import dtype_name
 from tilewise.integrations.transformers.masks import read_mask
+from tilewise.kernels.protocol import is_loadable
 from tilewise.masks.base import Mask
-from tilewise.plan.payload import ALIGNMENT_BYTES
 from tilewise_tools.fits.attention import Call, OurPasses
 from tilewise_tools.fits.ledger import AttentionPass, Kind, Ledger
 from tilewise_tools.fits.model import checkpointed, decoder_layers, fake_model, refusing_values
@@ -110,7 +110,7 @@ def run_step(config: Any, setting: Setting, num_tokens: int) -> Step:
 
 
 def _inputs(num_rows: int) -> dict[str, Tensor]:
-    """What hf.shard hands a model, beside cu_seqlens."""
+    """Return what hf.shard hands a model, beside cu_seqlens."""
     names = "input_ids", "position_ids", "labels", "shift_labels"
     words = {name: torch.zeros(1, num_rows, dtype=torch.int64) for name in names}
     return words | {"num_items_in_batch": torch.ones((), dtype=torch.int64)}
@@ -191,7 +191,7 @@ class _Offload:
 
 
 class _LayerMask(NamedTuple):
-    """What stands for a mask between transformers' two interfaces."""
+    """A mask on its way between transformers' two interfaces."""
 
     value: Mask
 
@@ -237,7 +237,11 @@ class _StandIn:
 
     def note(self, call: Call, backward: bool, read: tuple[Tensor, ...]) -> None:
         """Note a pass, for which tensors that kernels cannot read are copied."""
-        copied = sum(x.numel() * x.itemsize for x in read if _is_copied(x))
+        copied = sum(
+            x.numel() * x.itemsize
+            for x in read
+            if not is_loadable(x, int(x.storage_offset()) * x.itemsize)
+        )
         self.ledger.note(AttentionPass(call, backward), copied)
 
 
@@ -266,11 +270,3 @@ class _Attention(torch.autograd.Function):
         grads = [x.new_empty(x.shape) for x in (q, k, v)]
         stand_in.note(call, True, (*saved[:4], dout))
         return None, None, *grads
-
-
-def _is_copied(x: Tensor) -> bool:
-    """Return whether our passes copy a tensor before kernels read it, as `loadable` does."""
-    unit = ALIGNMENT_BYTES if x.shape[-1] * x.itemsize % ALIGNMENT_BYTES == 0 else x.itemsize
-    *strides, last = x.stride()
-    aligned = x.is_contiguous() or not any(stride * x.itemsize % unit for stride in strides)
-    return not (last == 1 and x.storage_offset() * x.itemsize % unit == 0 and aligned)
