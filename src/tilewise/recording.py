@@ -29,7 +29,7 @@ from tilewise.context_parallel import ContextParallel
 from tilewise.execution.call import ResolvedCall
 from tilewise.execution.run import Label
 from tilewise.planning.candidate_format import write_layout, write_plan, write_workload
-from tilewise.transport.agreement import PASS, agree, agreement_of
+from tilewise.transport.agreement import PASS, agree, agreement_of, settled
 from tilewise.transport.posted import SENDING
 from tilewise.transport.protocol import Message, TeamMessages, Transport
 from tilewise.transport.resolve import transport_for
@@ -300,14 +300,8 @@ def record(cp: ContextParallel, every: int = 100, folder: str | Path = FOLDER) -
         except OSError as error:
             raise ValueError(f"folder ({shown(str(folder))}): {error}") from None
 
-    error = None
-    try:
-        check()
-    except ValueError as raised:  # the other ranks must learn of it
-        error = str(raised)
-        if transport.world_size == 1:
-            raise
-    agree(transport, {PASS: "record", "every": str(every)}, error)
+    settled(transport, check)
+    agree(transport, {PASS: "record", "every": str(every)}, None)
     clock = []
     drawn, run = torch.frombuffer(bytearray(urandom(8)), dtype=torch.uint8), ""
     for _ in range(CLOCK_ROUNDS):
