@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from typing import Any
 
@@ -47,6 +47,7 @@ class _State(threading.local):
 _state = _State()
 
 
+@cache
 def knows_router_loss(model_class: type) -> bool:
     """Return whether the routers' loss of a model is one that counts all ranks in split calls."""
     found = _module(model_class).get(NAME)
