@@ -102,16 +102,23 @@ def test_the_choice_matters_to_these_models(name: str):
     assert abs(losses[0] - losses[1]) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["DeepseekV32", "GlmMoeDsa"])
-def test_whole_rows_go_in_and_each_row_has_documents_of_its_own(name: str):
-    """The split of a Trainer, in a model's forward: rows that begin their documents elsewhere."""
-    whole, tokens = build(name).eval(), ids(2)
-    edges = (CU_SEQLENS, (0, 23, 40))
+def rows_with_documents(whole: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Two rows that begin their documents elsewhere: ids, positions, and logits of each document
+    alone."""
+    tokens, edges = ids(2), (CU_SEQLENS, (0, 23, 40))
     positions = torch.stack([torch.from_numpy(tw.lengths.position_ids(x)) for x in edges])
     want = []
     for row, cu_seqlens in zip(tokens, edges, strict=True):
         parts = [whole(row[None, a:b], use_cache=False).logits for a, b in pairwise(cu_seqlens)]
         want.append(torch.cat(parts, 1)[0].detach())
+    return tokens, positions, torch.stack(want)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV32", "GlmMoeDsa"])
+def test_whole_rows_go_in_and_each_row_has_documents_of_its_own(name: str):
+    """The split of a Trainer, in a model's forward: rows that begin their documents elsewhere."""
+    whole = build(name).eval()
+    tokens, positions, want = rows_with_documents(whole)
 
     def on_rank(rank: int, group: Any) -> Tensor:
         model = copy.deepcopy(whole)
@@ -121,18 +128,13 @@ def test_whole_rows_go_in_and_each_row_has_documents_of_its_own(name: str):
         return found
 
     for found in tw.loopback(3, on_rank):
-        assert (found - torch.stack(want)).abs().max() < 1e-5
+        assert (found - want).abs().max() < 1e-5
 
 
 def test_a_batch_of_rows_with_documents_of_their_own():
     """Of parallelize: a mask for each row of the batch."""
-    whole, tokens = build("DeepseekV32").eval(), ids(2)
-    edges = (CU_SEQLENS, (0, 23, 40))
-    positions = torch.stack([torch.from_numpy(tw.lengths.position_ids(x)) for x in edges])
-    want = []
-    for row, cu_seqlens in zip(tokens, edges, strict=True):
-        parts = [whole(row[None, a:b], use_cache=False).logits for a, b in pairwise(cu_seqlens)]
-        want.append(torch.cat(parts, 1)[0].detach())
+    whole = build("DeepseekV32").eval()
+    tokens, positions, want = rows_with_documents(whole)
 
     def on_rank(rank: int, group: Any) -> Tensor:
         cp = tw.ContextParallel(group, num_tokens=40, mask=tw.Causal(), layout=tw.zigzag(40, 2))
@@ -141,7 +143,7 @@ def test_a_batch_of_rows_with_documents_of_their_own():
         return hf.unshard(cp, model(**given, use_cache=False).logits.detach())
 
     for found in tw.loopback(2, on_rank):
-        assert (found - torch.stack(want)).abs().max() < 1e-5
+        assert (found - want).abs().max() < 1e-5
 
 
 def test_latents_travel_and_not_the_keys_of_all_heads():
