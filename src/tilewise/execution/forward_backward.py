@@ -107,7 +107,7 @@ def _scores(problem: ResolvedCall, bias: DenseBias | None) -> Scores:
 def _mark(
     problem: ResolvedCall, code: Code, transport: Transport, device: torch.device, *, keep: bool
 ) -> Callable[[], object] | None:
-    """What notes the times of a pass; None: nobody records it.
+    """Return the function that notes the times of a pass; None: nobody records it.
 
     Args:
         keep: a backward pass follows, or this is one.

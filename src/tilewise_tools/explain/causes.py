@@ -1,4 +1,4 @@
-"""What makes a step long, each cause with the seconds that it costs: a slow rank, a slow link, more
+"""Causes that make a step long, each with the seconds that it costs: a slow rank, a slow link, more
 work on one rank than on others, and the document that makes it so.
 """
 

@@ -113,7 +113,7 @@ class Explanation(NamedTuple):
         yield f"would help: {self._help()}"
 
     def _help(self) -> str:
-        """What would change the step."""
+        """Return what would shorten the step, and by how much."""
         texts = []
         if self.findings and self.findings[0].kind != "uneven work":
             first = self.findings[0]

@@ -23,7 +23,7 @@ SENDS = "wait for sends"
 
 
 class Cause(NamedTuple):
-    """What a rank waited for: another rank's work of a kind, or a link.
+    """The reason of a wait: another rank's work of a kind, or a link.
 
     Attributes:
         kind: KERNEL, COPY (with merges and posting), OUTSIDE (between passes, and their set-up), or
@@ -185,7 +185,7 @@ class _Counter:
 
 
 def _posting_times(steps: Sequence[StepRow]) -> dict[_Key, tuple[float, int]]:
-    """When each end of each message was posted, and its bytes."""
+    """Return the time at which each end of each message was posted, and its bytes."""
     found: dict[_Key, tuple[float, int]] = {}
     for rank, step in enumerate(steps):
         for place, one in enumerate(step.passes):
@@ -201,7 +201,7 @@ def _posting_times(steps: Sequence[StepRow]) -> dict[_Key, tuple[float, int]]:
 
 
 def _rounds(rank: int, one: PassRow, op: OpRow, start: float) -> dict[int, float]:
-    """When the sends of an all-to-all that goes in rounds were posted, by peer.
+    """Return the times at which an all-to-all that goes in rounds posted its sends, by peer.
 
     In round i a rank sends to the rank i places after it, once it has what the last round's peer
     sent: see transport.posted.PairwiseExchange.
@@ -362,7 +362,7 @@ class _Ledger:
     def _meanwhile(
         self, rank: int, start: float, end: float
     ) -> Iterator[tuple[float, float, Cause]]:
-        """What a rank did between two moments, its own waits by their causes."""
+        """Yield the work of a rank between two moments, its own waits by their causes."""
         if end <= start:
             return
         at, number = start, max(bisect_right(self._starts[rank], start) - 1, 0)

@@ -1,4 +1,4 @@
-"""How a model is trained: splits of its sequence and of its parameters, dtypes, what is kept."""
+"""Settings of training: splits of a model's sequence and parameters, dtypes, what is kept."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ MOST_RANKS = 1 << 16
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is trained.
+    """Settings by which a model is trained.
 
     Args:
         machine: its device decides the codes of our passes, its links the plan of "auto".
