@@ -12,64 +12,19 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 
-import transformers
+from support.indexer_models import CU_SEQLENS, NAMES, alone, build, compare, ids, model_class
 
 import tilewise as tw
 from tilewise.integrations import hf
 from tilewise.integrations.transformers import indexers
 from tilewise.integrations.transformers.check import refusal
 from tilewise.integrations.transformers.forward import split_forward
-from tilewise_verify.hf_proof import tiny_model
 
-NAMES = ("AXK2", "DeepseekV32", "Dots3Note", "GlmMoeDsa", "HYV4")
 REFUSED = {
     "Qwen4Exp": "its indexer chooses blocks of keys that it has compressed",
     "DeepseekV4": "carries a state along the sequence",
 }
-CU_SEQLENS = (0, 9, 31, 40)
 LAYOUTS = (tw.contiguous(40, 2), tw.zigzag(40, 3), tw.zigzag(40, 4), tw.striped(40, 2))
-
-
-def model_class(name: str) -> Any:
-    return getattr(transformers, f"{name}ForCausalLM")
-
-
-def build(name: str, top_k: int = 5, **changes: Any) -> Any:
-    """A tiny model whose indexer has so many heads that equal scores are rare."""
-    config = model_class(name).config_class()
-    text = config.get_text_config(decoder=True)
-    for field, value in changes.items():
-        setattr(text, field, value)
-    model = tiny_model(model_class(name), config)
-    for module in model.modules():
-        if isinstance(getattr(module, "index_topk", None), int):
-            module.index_topk = top_k
-    return model
-
-
-def ids(num_rows: int = 1) -> Tensor:
-    make = torch.Generator().manual_seed(3)
-    return torch.randint(5, 120, (num_rows, 40), generator=make)
-
-
-def alone(model: Any, tokens: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
-    """The loss of a row's documents, each run alone."""
-    count, total = len(tokens) - len(cu_seqlens) + 1, torch.zeros(())
-    for start, stop in pairwise(cu_seqlens):
-        row = tokens[None, start:stop]
-        out = model(row, labels=row, num_items_in_batch=torch.tensor(count), use_cache=False)
-        total = total + out.loss
-    return total
-
-
-def compare(whole: Any, losses: list[float], grads: list[dict[str, Tensor]], want: Tensor) -> None:
-    """Loss and each gradient, to 1e-5."""
-    assert abs(sum(losses) - float(want)) < 1e-5 * max(1.0, float(want))
-    expected = {n: x.grad for n, x in whole.named_parameters() if x.grad is not None}
-    assert any("kv_b_proj" in n for n in expected)
-    for name, grad in expected.items():
-        found = sum(mine[name] for mine in grads if name in mine)
-        assert (found - grad).abs().max() < 1e-5 * max(1.0, float(grad.abs().max())), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
@@ -246,7 +201,7 @@ def test_others_are_refused_by_name(name: str):
 def test_an_indexer_that_does_something_else_is_refused(forward: Any):
     def on_rank(rank: int, group: Any) -> None:
         cp = tw.ContextParallel(group, num_tokens=8, mask=tw.Causal(), layout=tw.contiguous(8, 2))
-        mask = indexers.IndexMask(hf.LayerMask(cp, tw.Causal(), packs=True))
+        mask = indexers.IndexMask(hf.LayerMask(cp, tw.Causal(), packs=True), 0)
         q, weights = torch.randn(1, 4, 2, 3), torch.randn(1, 4, 1, 2)
         k = indexers._KeysOfAllRanks(mask).update_indexer(torch.randn(1, 4, 3), 0)
         with pytest.raises(ValueError, match=r"an indexer of the model .* does not know"):

@@ -30,6 +30,7 @@ from tilewise.integrations.transformers.masks import (
     refused_keyword,
     refused_model,
 )
+from tilewise.integrations.transformers.replay import handed_in
 from tilewise.integrations.transformers.rope import RopeLengths
 from tilewise.masks.base import as_ints
 from tilewise.transport.agreement import agree
@@ -72,6 +73,7 @@ class LayerMask:
         self.seed: int | None = None  # of dropout, in the first layer that drops
         self.layers: dict[nn.Module, int] = {}  # those that drop, counted
         self.of_indexer: Any = None  # what a layer's indexer gets, where it runs split
+        self.handed = handed_in()  # choices in place of the indexers' own
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") or not hasattr(Tensor, name):

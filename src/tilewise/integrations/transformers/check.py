@@ -22,6 +22,7 @@ from tilewise.integrations.transformers.attention import attention_of, masks_of
 from tilewise.integrations.transformers.experts import knows_router_loss
 from tilewise.integrations.transformers.indexers import wire_indexers
 from tilewise.integrations.transformers.masks import refused_model, uses_attention_interface
+from tilewise.integrations.transformers.replay import wire_replay
 from tilewise.integrations.transformers.rope import RopeLengths
 from tilewise.integrations.transformers.saved import (
     REGISTERED,
@@ -233,6 +234,7 @@ def attach(model: Any, cp: tw.ContextParallel, name: str) -> None:
     lengths.agree_in(base)
     wire_indexers(base)
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
+        wire_replay(called, base, cp.group)
         stand_in(called, base, cp)
     split_all_calls(model, base, cp, name)
 

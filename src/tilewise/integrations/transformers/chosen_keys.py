@@ -39,10 +39,18 @@ def attend_to_chosen(  # noqa: PLR0913 - what a layer passes to its attention
         query, key, value: [batch, heads, rows, width]; key and value are a latent and its rotary
             part, [batch, 1, rows, width], where `expand_kv` has been put off.
         indices: [batch, rows, k], global positions.
-        mask: the layer's; where each batch entry has its own, the choice is not compared with it.
+        mask: the layer's, or one for each batch entry; the choice has to keep to it.
         options: of cp.attention.
     """
-    chosen = tw.Chosen(indices, None if isinstance(mask, list) else mask)
+    if isinstance(mask, list):
+        entries = [slice(row, row + 1) for row in range(len(mask))]
+        given = zip(entries, mask, strict=True)
+        tensors = query, key, value, indices
+        outs = [
+            attend_to_chosen(cp, module, *(x[e] for x in tensors), one, options) for e, one in given
+        ]
+        return torch.cat(outs)
+    chosen = tw.Chosen(indices, mask)
     q = query.transpose(1, 2)
     if vars(module).get(EXPANDS) is not kept_apart:
         k, v = (x.transpose(1, 2) for x in (key, value))

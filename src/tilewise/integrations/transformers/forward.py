@@ -39,6 +39,7 @@ from tilewise.integrations.transformers.indexers import wire_indexers
 from tilewise.integrations.transformers.labels import given_labels, is_masked
 from tilewise.integrations.transformers.late_gather import LateGather
 from tilewise.integrations.transformers.plan import choose_layouts, may_choose, work_to_plan
+from tilewise.integrations.transformers.replay import INDICES, refuse_unsplit, wire_replay
 from tilewise.integrations.transformers.rope import RopeLengths
 from tilewise.integrations.transformers.row_functions import by_token
 from tilewise.integrations.transformers.saved import (
@@ -74,7 +75,7 @@ READ = frozenset(  # arguments that say which tokens there are; the model gets t
         *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels"),
         *("shift_labels", "token_type_ids", "mm_token_type_ids", "num_items_in_batch"),
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
-        *(*CACHES, "use_cache", "return_dict", "logits_to_keep", "cache_position"),
+        *(*CACHES, "use_cache", "return_dict", "logits_to_keep", "cache_position", INDICES),
     )
 )
 BESIDE_LOGITS = frozenset(("loss", "aux_loss", "logits", "router_logits", *CACHES))
@@ -124,6 +125,7 @@ def split_forward(
             called._tilewise_hooked = True
             called.register_forward_pre_hook(_before, with_kwargs=True, prepend=True)
             called.register_forward_hook(_after, with_kwargs=True, always_call=True)
+            wire_replay(called, base, group)
         if called is not base:
             called._tilewise_rows = split
 
@@ -347,6 +349,8 @@ class SplitForward(Shared):
             if given.get(name) is not None:
                 whole = rows.take(given[name])
                 inputs[name] = own(whole, 0) if self.embeds_types else whole
+        if given.get(INDICES) is not None:
+            inputs[INDICES] = [own(rows.take_positions(x), -1) for x in given[INDICES]]
         shifted, labels = given.get("shift_labels"), given.get("labels")
         whole_labels = None
         if shifted is not None or labels is not None:
@@ -586,6 +590,7 @@ def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     split: SplitForward = module._tilewise_rows
     named = dict(zip(split.parameters, args, strict=False)) | given
     if _state.call is not None or split.transport.world_size == 1 or _runs_unsplit(named):
+        refuse_unsplit(named)
         _state.calls.append(None)
         return None
     call, inputs = split.starts(args, given)

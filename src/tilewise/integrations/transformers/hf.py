@@ -32,6 +32,7 @@ from tilewise.integrations.transformers.plan import (
     measured_work,
     work_to_plan,
 )
+from tilewise.integrations.transformers.replay import record_indices, sharded_indices
 from tilewise.integrations.transformers.states import state_layers
 from tilewise.integrations.transformers.trainer import arguments as trainer_arguments
 from tilewise.planning.hybrid import HybridWork
@@ -41,6 +42,7 @@ __all__ = [
     "check_model",
     "hybrid_work",
     "parallelize",
+    "record_indices",
     "register",
     "shard",
     "trainer_args",
@@ -159,14 +161,28 @@ def register(cp: tw.ContextParallel, name: str = "tilewise") -> str:
 
 
 @checks_arguments
-def shard(cp: tw.ContextParallel, input_ids: Tensor, **columns: Any) -> dict[str, Tensor]:
+def shard(
+    cp: tw.ContextParallel, input_ids: Tensor, *, indices: Any = None, **columns: Any
+) -> dict[str, Any]:
     """Return the arguments with which a model is called on this rank, from the whole batch.
 
     Args:
+        indices: the keys that each query attends to, in place of the model's own choice: one
+            tensor a layer that has an indexer, [batch, num_tokens, k], positions in the row, -1 for
+            no key. `record_indices` records them. They have to be visible to their queries: the
+            model's call refuses others, on every rank.
         columns: labels, cu_seqlens, attention_mask, token_type_ids, shift_labels, as of
             data.shard_inputs.
     """
-    return shard_inputs(cp.layout, cp.rank, input_ids, **columns)
+    inputs = shard_inputs(cp.layout, cp.rank, input_ids, **columns)
+    if indices is None:
+        return inputs
+    if columns.get("attention_mask") is not None:
+        raise ValueError(
+            "indices are positions in a row, and attention_mask makes the rows documents of one: "
+            "pass that row, with cu_seqlens and positions in it, and no attention_mask"
+        )
+    return {**inputs, "indices": sharded_indices(cp, indices, len(input_ids))}
 
 
 @checks_arguments

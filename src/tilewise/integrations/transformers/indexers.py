@@ -19,15 +19,22 @@ from torch.nn import functional as F
 
 from tilewise.integrations.transformers.attention import LayerMask, refuse
 from tilewise.integrations.transformers.chosen_keys import EXPANDS, kept_apart
+from tilewise.integrations.transformers.replay import record
 from tilewise.integrations.transformers.saved import not_compiled
 
 
 def wire_indexers(base: nn.Module) -> None:
-    """Hook the layers of a model that have an indexer, or use the choice of another layer's."""
-    for module in base.modules():
-        if not hasattr(module, "indexer") or hasattr(module, "_tilewise_indexer"):
+    """Hook the layers of a model that have an indexer, or use the choice of another layer's.
+
+    Those with an indexer of their own are numbered: `_tilewise_indexer`, -1 of others.
+    """
+    layers = [module for module in base.modules() if hasattr(module, "indexer")]
+    choosing = [module for module in layers if isinstance(module.indexer, nn.Module)]
+    for module in layers:
+        if hasattr(module, "_tilewise_indexer"):
             continue
-        module._tilewise_indexer = True  # pyright: ignore[reportArgumentType]
+        number = choosing.index(module) if module in choosing else -1
+        module._tilewise_indexer = number  # pyright: ignore[reportArgumentType]
         module.register_forward_pre_hook(_before_attention, with_kwargs=True)
         module.register_forward_hook(_after_attention, always_call=True)
         if isinstance(module.indexer, nn.Module):
@@ -41,7 +48,7 @@ def _before_attention(module: Any, args: tuple[Any, ...], given: dict[str, Any])
         return
     hidden = args[0] if args else given["hidden_states"]
     mask.whole(len(hidden), given)  # an indexer is not told of documents
-    mask.of_indexer = IndexMask(mask)
+    mask.of_indexer = IndexMask(mask, module._tilewise_indexer)
     chooses = module.indexer is not None or given.get("prev_topk_indices") is not None
     if chooses and hasattr(module, EXPANDS):
         setattr(module, EXPANDS, kept_apart)
@@ -98,12 +105,16 @@ class _Stand:
 
 
 class IndexMask(_Stand):
-    """The mask of a layer as its indexer gets it: True where a key is visible."""
+    """The mask of a layer as its indexer gets it: True where a key is visible.
+
+    Attributes:
+        number: of the layer, among those with an indexer.
+    """
 
     dtype = torch.bool
 
-    def __init__(self, layer: LayerMask) -> None:
-        self.layer, self.mask = layer, self
+    def __init__(self, layer: LayerMask, number: int) -> None:
+        self.layer, self.mask, self.number = layer, self, number
 
     def __invert__(self) -> IndexMask:
         return self
@@ -184,7 +195,13 @@ class _Scores(_Stand):
     def topk(self, k: int, dim: int = -1) -> _Top:
         if self.weights is None or not self.is_masked or dim != -1:
             return self._refuse("chooses before it has weighed and masked its scores")
-        return _Top(self._choice(k, self.weights * self.factor))
+        handed = self.mask.layer.handed
+        if handed is None:
+            chosen = self._choice(k, self.weights * self.factor)
+        else:
+            chosen = handed[self.mask.number]
+        record(self.mask.number, chosen)
+        return _Top(chosen)
 
     def _choice(self, k: int, weights: Tensor) -> Tensor:
         """Global positions [batch, rows, k] of the keys that this rank's queries choose."""

@@ -40,6 +40,30 @@ class PackedRows:
         """[rows, columns, ...] -> [1, num_tokens, ...]."""
         return x.flatten(0, 1).index_select(0, self.kept.to(x.device))[None]
 
+    def take_positions(self, x: Tensor) -> Tensor:
+        """Positions in the packed row [1, num_tokens, k] from those in each row [rows, columns, k].
+
+        Raises:
+            ValueError: for a position that is no token's; -1 stands for none and stays.
+        """
+        columns, kept = self.shape[1], self.kept.to(x.device)
+        if x.ndim != 3 or tuple(x.shape[:2]) != self.shape:
+            raise ValueError(f"indices are {list(x.shape)}, but must be {[*self.shape, 'k']}")
+        packed_place = kept.new_full((self.shape[0] * columns,), -1)
+        packed_place[kept] = torch.arange(len(kept), device=x.device)
+        own = self.take(x).long()
+        wrong = (own < -1) | (own >= columns)
+        places = packed_place[
+            (own + (kept // columns * columns)[:, None]).clamp(min=0) % len(packed_place)
+        ]
+        wrong = wrong | ((own >= 0) & (places < 0))
+        if bool(wrong.any()):
+            raise ValueError(
+                f"indices have {int(own[wrong][0])}, but must be positions of tokens in rows of "
+                f"{columns} columns, or -1 for no key"
+            )
+        return torch.where(own < 0, -1, places)
+
     def put(self, x: Tensor, fill: Tensor | None = None) -> Tensor:
         """[1, num_tokens, ...] -> [rows, columns, ...]; differentiable.
 
