@@ -16,6 +16,7 @@ from tilewise.integrations.transformers.rope import rope_parameters
 NUM_TOKENS = 23
 SWITCH = 10  # positions at which RoPE types that depend on the length change
 WINDOW = 6
+COMPRESSED = 3  # tokens of a window that gives one key: documents of a proof fill some
 NUM_HEADS, HEAD_DIM = 4, 16
 INDEX_HEADS = 16
 HIDDEN, INNER, VOCABULARY, POSITIONS = NUM_HEADS * HEAD_DIM, 32, 128, 64
@@ -83,6 +84,10 @@ def _shrink(config: Any) -> None:
             setattr(config, name, shared)
         elif name == "attn_layer_indices":
             setattr(config, name, [new for new, old in enumerate(kept) if old in value])
+        elif name == "compress_rates":
+            setattr(config, name, {kind: min(rate, COMPRESSED) for kind, rate in value.items()})
+        elif name in ("indexer_compress_ratio", "indexer_budget") and value is not None:
+            setattr(config, name, min(value, COMPRESSED * (1 + name.endswith("budget"))))
         elif name in PERIODS:
             setattr(config, name, min(value, PERIODS[name]))
         elif isinstance(value, list | tuple) and count and len(value) == count:

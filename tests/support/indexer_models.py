@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
+import tilewise as tw
 from tilewise_verify.hf_proof import tiny_model
 
 NAMES = ("AXK2", "DeepseekV32", "Dots3Note", "GlmMoeDsa", "HYV4")
@@ -47,11 +48,29 @@ def alone(model: Any, tokens: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
     return total
 
 
-def compare(whole: Any, losses: list[float], grads: list[dict[str, Tensor]], want: Tensor) -> None:
-    """Loss and each gradient, to 1e-5."""
+def compare(
+    whole: Any,
+    losses: list[float],
+    grads: list[dict[str, Tensor]],
+    want: Tensor,
+    needed: str = "kv_b_proj",
+) -> None:
+    """Loss and each gradient, to 1e-5; among them one of a name that is needed."""
     assert abs(sum(losses) - float(want)) < 1e-5 * max(1.0, float(want))
     expected = {n: x.grad for n, x in whole.named_parameters() if x.grad is not None}
-    assert any("kv_b_proj" in n for n in expected)
+    assert any(needed in n for n in expected)
     for name, grad in expected.items():
         found = sum(mine[name] for mine in grads if name in mine)
         assert (found - grad).abs().max() < 1e-5 * max(1.0, float(grad.abs().max())), name
+
+
+def rows_with_documents(whole: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Two rows that begin their documents elsewhere: ids, positions, and logits of each document
+    alone."""
+    tokens, edges = ids(2), (CU_SEQLENS, (0, 23, 40))
+    positions = torch.stack([torch.from_numpy(tw.lengths.position_ids(x)) for x in edges])
+    want = []
+    for row, cu_seqlens in zip(tokens, edges, strict=True):
+        parts = [whole(row[None, a:b], use_cache=False).logits for a, b in pairwise(cu_seqlens)]
+        want.append(torch.cat(parts, 1)[0].detach())
+    return tokens, positions, torch.stack(want)

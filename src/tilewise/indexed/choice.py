@@ -111,9 +111,9 @@ def choose_keys(  # noqa: PLR0913 - an indexer's operands, and the split
         keys = gather(k_index.detach(), k_index.ndim - 2)
         visible = visible_keys(mask, layout, transport.rank)
         if q_index.ndim == 3:
-            return _chosen(q_index, keys, weights, visible, k)
+            return chosen_among(q_index, keys, weights, visible, k)
         entries = zip(q_index, keys, weights, strict=True)
-        found = [_chosen(*entry, visible, k) for entry in entries]
+        found = [chosen_among(*entry, visible, k) for entry in entries]
         none = q_index.new_empty((*q_index.shape[:-2], k), dtype=torch.int64)
         return torch.stack(found) if found else none
 
@@ -149,7 +149,7 @@ def _check_operands(q_index: Any, k_index: Any, weights: Any, num_rows: int) -> 
             )
 
 
-def _chosen(q: Tensor, keys: Tensor, weights: Tensor, visible: VisibleKeys, k: int) -> Tensor:
+def chosen_among(q: Tensor, keys: Tensor, weights: Tensor, visible: VisibleKeys, k: int) -> Tensor:
     """Positions [rows, k] that the queries of one batch entry choose, ascending, then -1.
 
     Args:

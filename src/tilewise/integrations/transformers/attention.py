@@ -74,6 +74,8 @@ class LayerMask:
         self.layers: dict[nn.Module, int] = {}  # those that drop, counted
         self.of_indexer: Any = None  # what a layer's indexer gets, where it runs split
         self.handed = handed_in()  # choices in place of the indexers' own
+        self.chosen: Tensor | None = None  # positions that the layer in progress attends to alone
+        self.compressed: Any = None  # keys of the layer in progress beside those of tokens
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") or not hasattr(Tensor, name):
@@ -314,7 +316,13 @@ def attention_of(cp: tw.ContextParallel, proven: bool) -> Callable[..., tuple[Te
             "dropout_p": dropout,
             "dropout_seed": attention_mask.dropout_seed(module) if dropout else None,
         }
-        if indices is not None:
+        compressed, attention_mask.compressed = attention_mask.compressed, None
+        indices = attention_mask.chosen if indices is None else indices
+        attention_mask.chosen = None
+        if compressed is not None:
+            tensors = (x.transpose(1, 2) for x in (query, key, value))
+            out = compressed.attend(cp, *tensors, mask, options)
+        elif indices is not None:
             chosen = indices[:, spare:]
             out = attend_to_chosen(cp, module, query, key, value, chosen, mask, options)
         else:

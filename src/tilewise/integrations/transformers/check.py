@@ -19,9 +19,15 @@ from tilewise.integrations.transformers.adapters import (
     refused_names,
 )
 from tilewise.integrations.transformers.attention import attention_of, masks_of
+from tilewise.integrations.transformers.block_indexers import wire_block_indexers
+from tilewise.integrations.transformers.compressed import wire_compressors
 from tilewise.integrations.transformers.experts import knows_router_loss
 from tilewise.integrations.transformers.indexers import wire_indexers
-from tilewise.integrations.transformers.masks import refused_model, uses_attention_interface
+from tilewise.integrations.transformers.masks import (
+    COMPRESSED_TYPES,
+    refused_model,
+    uses_attention_interface,
+)
 from tilewise.integrations.transformers.replay import wire_replay
 from tilewise.integrations.transformers.rope import RopeLengths
 from tilewise.integrations.transformers.saved import (
@@ -215,8 +221,8 @@ def refusal(
         error = f"{model_class.__name__} does not use transformers' AttentionInterface"
     if error is None and numerical:
         text = config.to_json_string(use_diff=False)
-        chooses = "indexed_attention" in (getattr(text_config, "layer_types", None) or ())
-        packed = splits_states or chooses
+        types = getattr(text_config, "layer_types", None) or ()
+        packed = splits_states or not {"indexed_attention", *COMPRESSED_TYPES}.isdisjoint(types)
         given = model_class, text, loss, loss_function, packed, config, attach
         error = lazy.find("ModelUnderTest")(*given, adapter).refuted()
     return error
@@ -233,6 +239,8 @@ def attach(model: Any, cp: tw.ContextParallel, name: str) -> None:
     use_split_attention(base, name)
     lengths.agree_in(base)
     wire_indexers(base)
+    wire_compressors(base)
+    wire_block_indexers(base)
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
         wire_replay(called, base, cp.group)
         stand_in(called, base, cp)

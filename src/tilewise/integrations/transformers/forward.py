@@ -33,7 +33,9 @@ import tilewise as tw
 from tilewise.arguments import Reduction
 from tilewise.integrations.data import IGNORED
 from tilewise.integrations.transformers.attention import LayerMask, attention_of, masks_of
+from tilewise.integrations.transformers.block_indexers import wire_block_indexers
 from tilewise.integrations.transformers.check import base_model, refuse_new_adapters, refused_loss
+from tilewise.integrations.transformers.compressed import wire_compressors
 from tilewise.integrations.transformers.experts import ASKS, refused_router_loss
 from tilewise.integrations.transformers.indexers import wire_indexers
 from tilewise.integrations.transformers.labels import given_labels, is_masked
@@ -262,6 +264,8 @@ class SplitForward(Shared):
         self.parameters = [*inspect.signature(type(base).forward).parameters][1:]
         wire(base)
         wire_indexers(base)
+        wire_compressors(base)
+        wire_block_indexers(base)
         self.stateless = is_stateless(base)
         self.name, self.model_class = type(base).__name__, type(base)
         self.work = work_to_plan(base, self.transport.rank) if strategy == "auto" else None

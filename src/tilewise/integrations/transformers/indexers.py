@@ -35,10 +35,19 @@ def wire_indexers(base: nn.Module) -> None:
             continue
         number = choosing.index(module) if module in choosing else -1
         module._tilewise_indexer = number  # pyright: ignore[reportArgumentType]
+        if chooses_compressed(module):
+            continue
         module.register_forward_pre_hook(_before_attention, with_kwargs=True)
         module.register_forward_hook(_after_attention, always_call=True)
         if isinstance(module.indexer, nn.Module):
             module.indexer.register_forward_pre_hook(_before_indexer, with_kwargs=True)
+
+
+def chooses_compressed(module: Any) -> bool:
+    """Return whether a module's indexer chooses compressed keys, or blocks by these: others wire
+    such layers.
+    """
+    return hasattr(module, "compress_rate") or hasattr(module.indexer, "compress_ratio")
 
 
 @not_compiled
@@ -71,8 +80,9 @@ class _Stand:
     """A stand-in for a tensor, which refuses what it does not know."""
 
     mask: IndexMask
+    what: str
 
-    def _refuse(self, what: str) -> NoReturn:
+    def refuse(self, what: str) -> NoReturn:
         refuse(
             self.mask.layer.cp,
             f"an indexer of the model {what}, which tilewise does not know: it runs indexers that "
@@ -82,10 +92,10 @@ class _Stand:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._refuse(f"reads {name} of its {type(self).__name__.lstrip('_').lower()}")
+        return self.refuse(f"reads {name} of its {self.what}")
 
     def _unknown(self, *_: Any) -> NoReturn:
-        self._refuse("adds to its scores, or compares them")
+        self.refuse("adds to its scores, or compares them")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __truediv__ = __neg__ = __getitem__ = _unknown
     __gt__ = __ge__ = __lt__ = __le__ = __matmul__ = __and__ = __or__ = _unknown
@@ -95,13 +105,13 @@ class _Stand:
         cls, function: Any, _: Any, args: tuple[Any, ...] = (), given: Any = None
     ) -> Any:
         stand = next(x for x in args if isinstance(x, _Stand))
-        if function is torch.matmul and isinstance(stand, _Keys):
-            return _Scores(stand.mask, args[0], stand.k)
-        if function is torch.matmul and isinstance(stand, _Scores):
+        if function is torch.matmul and isinstance(stand, IndexKeys):
+            return stand.scores(args[0])
+        if function is torch.matmul and isinstance(stand, IndexScores):
             return stand.weighted(args[0])
-        if function in (F.relu, torch.relu) and isinstance(stand, _Scores):
+        if function in (F.relu, torch.relu) and isinstance(stand, IndexScores):
             return stand.raised()
-        return stand._refuse(f"calls {getattr(function, '__name__', function)}")
+        return stand.refuse(f"calls {getattr(function, '__name__', function)}")
 
 
 class IndexMask(_Stand):
@@ -112,6 +122,7 @@ class IndexMask(_Stand):
     """
 
     dtype = torch.bool
+    what = "mask"
 
     def __init__(self, layer: LayerMask, number: int) -> None:
         self.layer, self.mask, self.number = layer, self, number
@@ -125,27 +136,32 @@ class _KeysOfAllRanks(NamedTuple):
 
     mask: IndexMask
 
-    def update_indexer(self, k: Tensor, _: int) -> _Keys:
-        return _Keys(self.mask, k)
+    def update_indexer(self, k: Tensor, _: int) -> IndexKeys:
+        return IndexKeys(self.mask, k)
 
 
-class _Keys(_Stand):
+class IndexKeys(_Stand):
     """Index keys [batch, rows, width] of this rank, which stand for those of all."""
+
+    what = "keys"
 
     def __init__(self, mask: IndexMask, k: Tensor) -> None:
         self.mask, self.k = mask, k
 
-    def transpose(self, *dims: int) -> _Keys:
-        return self if sorted(dims) == [-2, -1] else self._refuse(f"transposes its keys by {dims}")
+    def transpose(self, *dims: int) -> IndexKeys:
+        return self if sorted(dims) == [-2, -1] else self.refuse(f"transposes its keys by {dims}")
 
-    def unsqueeze(self, dim: int) -> _Keys:
-        return self if dim == 1 else self._refuse(f"unsqueezes its keys at {dim}")
+    def unsqueeze(self, dim: int) -> IndexKeys:
+        return self if dim == 1 else self.refuse(f"unsqueezes its keys at {dim}")
 
-    def float(self) -> _Keys:
-        return _Keys(self.mask, self.k.float())
+    def float(self) -> IndexKeys:
+        return IndexKeys(self.mask, self.k.float())
+
+    def scores(self, q: Tensor) -> IndexScores:
+        return IndexScores(self.mask, q, self.k)
 
 
-class _Scores(_Stand):
+class IndexScores(_Stand):
     """Scores of an indexer, as far as they have been written down.
 
     Attributes:
@@ -156,35 +172,37 @@ class _Scores(_Stand):
         is_masked: hidden keys are left out.
     """
 
+    what = "scores"
+
     def __init__(self, mask: IndexMask, q: Tensor, k: Tensor) -> None:
         self.mask, self.q, self.k = mask, q, k
         self.factor, self.is_raised, self.is_masked = 1.0, False, False
         self.weights: Tensor | None = None
 
-    def __mul__(self, factor: Any) -> _Scores:
+    def __mul__(self, factor: Any) -> IndexScores:
         if not isinstance(factor, int | float) or factor <= 0:
-            return self._refuse(f"multiplies its scores by {factor!r}")
+            return self.refuse(f"multiplies its scores by {factor!r}")
         self.factor *= factor
         return self
 
     __rmul__ = __mul__
 
-    def raised(self) -> _Scores:
+    def raised(self) -> IndexScores:
         self.is_raised = True
         return self
 
-    def weighted(self, weights: Tensor) -> _Scores:
+    def weighted(self, weights: Tensor) -> IndexScores:
         if not self.is_raised or self.weights is not None or weights.shape[-2] != 1:
-            return self._refuse("weighs its heads before relu")
+            return self.refuse("weighs its heads before relu")
         self.weights = weights.squeeze(-2)
         return self
 
-    def squeeze(self, dim: int) -> _Scores:
-        return self if dim == -2 else self._refuse(f"squeezes its scores at {dim}")
+    def squeeze(self, dim: int) -> IndexScores:
+        return self if dim == -2 else self.refuse(f"squeezes its scores at {dim}")
 
-    def masked_fill(self, mask: Any, value: float) -> _Scores:
+    def masked_fill(self, mask: Any, value: float) -> IndexScores:
         if mask is not self.mask or value != -torch.inf:
-            return self._refuse("masks its scores by another mask")
+            return self.refuse("masks its scores by another mask")
         self.is_masked = True
         return self
 
@@ -194,7 +212,7 @@ class _Scores(_Stand):
 
     def topk(self, k: int, dim: int = -1) -> _Top:
         if self.weights is None or not self.is_masked or dim != -1:
-            return self._refuse("chooses before it has weighed and masked its scores")
+            return self.refuse("chooses before it has weighed and masked its scores")
         handed = self.mask.layer.handed
         if handed is None:
             chosen = self._choice(k, self.weights * self.factor)

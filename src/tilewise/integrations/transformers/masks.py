@@ -16,6 +16,8 @@ from tilewise.masks.base import And, Or
 
 COUNTS_FROM_PADDING = "create_position_ids_from_input_ids"  # a method of RoBERTa's embeddings
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
+COMPRESSED_TYPES = ("compressed_sparse_attention", "heavily_compressed_attention")
+COMPRESSES = "store_compression_weights"  # a method of caches of layers that compress keys
 STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe")
 PADDED = (
     "attention_mask hides padding, which would be another mask for each row; pass it to hf.shard "
@@ -100,7 +102,8 @@ def refused_model(
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", 0):
         return f"{name}: the model has cross attention, which tilewise does not run"
     if isinstance(model, type):
-        if getattr(model, "_is_stateful", False) and not splits_states:
+        compresses = has_compressors(model)
+        if getattr(model, "_is_stateful", False) and not (splits_states or compresses):
             return (
                 f"{name}: the model carries a state along the sequence (a state space, linear "
                 "attention, or a recurrence), and every rank would begin anew: hf.parallelize "
@@ -125,13 +128,15 @@ def refused_model(
             "all tokens, and a rank has its own only; set it to False in the configuration"
         )
     known = LAYER_TYPES + (STATE_TYPES if splits_states else ())
+    known += COMPRESSED_TYPES if isinstance(model, type) and has_compressors(model) else ()
     others = set(getattr(config, "layer_types", None) or ()) - set(known)
     if others:
         return f"{name}: layers of type {', '.join(sorted(others))} cannot be split by tilewise"
-    if hasattr(config, "indexer_compress_ratio"):
+    if getattr(config, "ple_layer_ids", None):
         return (
-            f"{name}: its indexer chooses blocks of keys that it has compressed, which tilewise "
-            "cannot split; it splits indexers that choose keys, as DeepSeek V3.2's does"
+            f"{name}: layers {config.ple_layer_ids} look up n-grams of tokens and convolve them "
+            "with a dilation (ple_layer_ids), and every rank would begin anew; tilewise splits the "
+            "model without them"
         )
     skips = [key for key, value in vars(config).items() if "layerdrop" in key and value]
     if skips:
@@ -140,6 +145,12 @@ def refused_model(
             "layer's attention together; set it to 0 before the model is made"
         )
     return None
+
+
+def has_compressors(model_class: type) -> bool:
+    """Return whether layers of a model's class compress keys as DeepSeek V4's do."""
+    found = vars(sys.modules[model_class.__module__]).values()
+    return any(isinstance(x, type) and hasattr(x, COMPRESSES) for x in found)
 
 
 def uses_attention_interface(model_class: Any, splits_states: bool) -> bool:
