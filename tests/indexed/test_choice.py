@@ -111,6 +111,34 @@ def test_the_choice_is_the_same_at_any_split(num_tokens: int, dtype: torch.dtype
         assert torch.equal(found[0], other)
 
 
+@pytest.mark.parametrize("num_tokens", [67, 700])
+def test_products_have_one_shape_at_any_split(num_tokens: int, monkeypatch: pytest.MonkeyPatch):
+    """A library may add in another order for another number of rows or columns. Here its results
+    differ by far more than a rounding, so that one block that is not filled up would show.
+    """
+    whole, multiply = indexer(num_tokens, None, 3, 0, ties=False), torch.mm
+    shapes = set[tuple[int, ...]]()
+
+    def by_shape(a: Tensor, b: Tensor) -> Tensor:
+        shapes.add((*a.shape, *b.shape))
+        noise = torch.sin(torch.arange(b.shape[1], dtype=a.dtype) * sum(a.shape) * b.shape[1])
+        return multiply(a, b) * (1 + 0.3 * noise)
+
+    monkeypatch.setattr(torch, "mm", by_shape)
+    mask = tw.Causal() & tw.Document((0, num_tokens // 3, num_tokens))
+    found = list[Tensor]()
+    for layout in (*(tw.contiguous(num_tokens, n) for n in (1, 2, 5, 8)), tw.zigzag(num_tokens, 3)):
+
+        def run(rank: int, group: Any, layout: tw.Layout = layout) -> Tensor:
+            cp = tw.ContextParallel(group, num_tokens=num_tokens, layout=layout, mask=mask)
+            return cp.index(*whole.on_rank(cp), 11)
+
+        found.append(layout.unshard(tw.loopback(layout.world_size, run), 0))
+    assert len(shapes) == 1
+    for other in found[1:]:
+        assert torch.equal(found[0], other)
+
+
 def test_many_columns_are_merged(monkeypatch: pytest.MonkeyPatch):
     """Where the scores of all keys are not held at a time."""
     monkeypatch.setattr(choice, "MOST_COLUMNS", 64)
