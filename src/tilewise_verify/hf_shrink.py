@@ -88,6 +88,8 @@ def _shrink(config: Any) -> None:
             setattr(config, name, {kind: min(rate, COMPRESSED) for kind, rate in value.items()})
         elif name in ("indexer_compress_ratio", "indexer_budget") and value is not None:
             setattr(config, name, min(value, COMPRESSED * (1 + name.endswith("budget"))))
+        elif name == "ple_layer_ids":
+            setattr(config, name, value[:1] and [1])
         elif name in PERIODS:
             setattr(config, name, min(value, PERIODS[name]))
         elif isinstance(value, list | tuple) and count and len(value) == count:

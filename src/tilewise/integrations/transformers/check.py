@@ -28,6 +28,7 @@ from tilewise.integrations.transformers.masks import (
     refused_model,
     uses_attention_interface,
 )
+from tilewise.integrations.transformers.ngram_layers import wire_ngram_layers
 from tilewise.integrations.transformers.replay import wire_replay
 from tilewise.integrations.transformers.rope import RopeLengths
 from tilewise.integrations.transformers.saved import (
@@ -241,6 +242,7 @@ def attach(model: Any, cp: tw.ContextParallel, name: str) -> None:
     wire_indexers(base)
     wire_compressors(base)
     wire_block_indexers(base)
+    wire_ngram_layers(base)
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
         wire_replay(called, base, cp.group)
         stand_in(called, base, cp)

@@ -40,6 +40,7 @@ from tilewise.integrations.transformers.experts import ASKS, refused_router_loss
 from tilewise.integrations.transformers.indexers import wire_indexers
 from tilewise.integrations.transformers.labels import given_labels, is_masked
 from tilewise.integrations.transformers.late_gather import LateGather
+from tilewise.integrations.transformers.ngram_layers import wire_ngram_layers
 from tilewise.integrations.transformers.plan import choose_layouts, may_choose, work_to_plan
 from tilewise.integrations.transformers.replay import INDICES, refuse_unsplit, wire_replay
 from tilewise.integrations.transformers.rope import RopeLengths
@@ -266,6 +267,7 @@ class SplitForward(Shared):
         wire_indexers(base)
         wire_compressors(base)
         wire_block_indexers(base)
+        wire_ngram_layers(base)
         self.stateless = is_stateless(base)
         self.name, self.model_class = type(base).__name__, type(base)
         self.work = work_to_plan(base, self.transport.rank) if strategy == "auto" else None

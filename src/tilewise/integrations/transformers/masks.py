@@ -132,12 +132,6 @@ def refused_model(
     others = set(getattr(config, "layer_types", None) or ()) - set(known)
     if others:
         return f"{name}: layers of type {', '.join(sorted(others))} cannot be split by tilewise"
-    if getattr(config, "ple_layer_ids", None):
-        return (
-            f"{name}: layers {config.ple_layer_ids} look up n-grams of tokens and convolve them "
-            "with a dilation (ple_layer_ids), and every rank would begin anew; tilewise splits the "
-            "model without them"
-        )
     skips = [key for key, value in vars(config).items() if "layerdrop" in key and value]
     if skips:
         return (

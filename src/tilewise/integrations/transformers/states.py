@@ -250,12 +250,19 @@ def documents_of_call(config: Any) -> tuple[int, ...] | None:
     return model[0].cu_seqlens if model is not None and model[1] is config else None
 
 
+class _TokensMask(LayerMask):
+    """A padding mask of layers that carry a state, which tells them of documents."""
+
+    def bool(self) -> Tensor:
+        return torch.tensor(True)  # no token of a split call is padding
+
+
 @contextmanager
 def split_call(
     states: StateLayers, cp: tw.ContextParallel, cu_seqlens: tuple[int, ...]
 ) -> Iterator[LayerMask]:
     """A split call of a model: layers get its documents, by its padding mask."""
-    mask, outer = LayerMask(cp, tw.Causal(), packs=True), _state.model
+    mask, outer = _TokensMask(cp, tw.Causal(), packs=True), _state.model
     mask.cu_seqlens = cu_seqlens
     _state.model = mask, states.config
     try:
