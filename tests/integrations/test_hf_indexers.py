@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="needs transformers, of the extra hf"
 from support.indexer_models import (
     CU_SEQLENS,
     NAMES,
+    WITH_SHARED,
     alone,
     build,
     compare,
@@ -32,9 +33,11 @@ LAYOUTS = (tw.contiguous(40, 2), tw.zigzag(40, 3), tw.zigzag(40, 4), tw.striped(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
-@pytest.mark.parametrize("name", NAMES)
-def test_loss_and_gradients_are_those_of_the_documents_alone(name: str, layout: tw.Layout):
-    whole, tokens = build(name), ids()
+@pytest.mark.parametrize(("name", "fields"), WITH_SHARED)
+def test_loss_and_gradients_are_those_of_the_documents_alone(
+    name: str, fields: dict[str, Any], layout: tw.Layout
+):
+    whole, tokens = build(name, **fields), ids()
     want = alone(whole, tokens[0], CU_SEQLENS)
     want.backward()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 
 import transformers
-from support.indexer_models import CU_SEQLENS, NAMES, alone, build, compare, ids
+from support.indexer_models import CU_SEQLENS, NAMES, WITH_SHARED, alone, build, compare, ids
 
 import tilewise as tw
 from tilewise.integrations import hf
@@ -81,10 +81,10 @@ def test_a_choice_of_the_caller_is_attended_to(name: str, layout: tw.Layout):
     assert abs(float(want.detach()) - float(alone(whole, tokens[0], CU_SEQLENS).detach())) > 1e-3
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_a_model_chose_is_recorded_and_replayed(name: str):
+@pytest.mark.parametrize(("name", "fields"), WITH_SHARED)
+def test_what_a_model_chose_is_recorded_and_replayed(name: str, fields: dict[str, Any]):
     """Recorded on two ranks, and replayed on three, where indexers that choose would fail."""
-    whole, tokens = build(name).eval(), ids()
+    whole, tokens = build(name, **fields).eval(), ids()
 
     def run(rank: int, group: Any, layout: tw.Layout, choices: Any) -> tuple[Tensor, list[Tensor]]:
         cp = tw.ContextParallel(group, num_tokens=40, mask=tw.Causal(), layout=layout)

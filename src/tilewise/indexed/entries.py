@@ -21,7 +21,9 @@ from tilewise.compiler.row_moves import owners_of
 from tilewise.indexed.lists import ListAttention
 from tilewise.indexed.visible import VisibleKeys
 from tilewise.layouts.layout import Layout
+from tilewise.tokens.moves import gather_moves
 from tilewise.tokens.named_rows import fetch_rows
+from tilewise.tokens.rows import move_rows
 from tilewise.transport.protocol import Transport
 
 NO_WINDOW = -1
@@ -118,12 +120,13 @@ def window_tokens(entries: Entries, numbers: NDArray[np.int64]) -> Tensor:
     return tokens.masked_fill(number[:, None] == NO_WINDOW, -1)
 
 
-def all_visible(entries: Entries) -> Tensor:
-    """Every entry that each of this rank's queries sees, [rows, most of them], then -1."""
-    low, high = entries.visible
-    count = (high - low)[0]
-    steps = torch.arange(int(count.max()) if len(count) else 0)
-    return torch.where(steps < count[:, None], low[0][:, None] + steps, -1)
+def all_visible(entries: Entries, device: torch.device) -> Tensor:
+    """Every entry that each of this rank's queries sees, int32 [rows, most of them], then -1."""
+    low, high = (x[0].to(device, torch.int32) for x in entries.visible)
+    count = high - low
+    most = int(count.max()) if len(count) else 0
+    steps = torch.arange(most, dtype=torch.int32, device=device)
+    return (low[:, None] + steps).masked_fill_(steps >= count[:, None], -1)
 
 
 def checked_entries(chosen: Tensor, entries: Entries, rank: int, layout: Layout) -> Tensor:
@@ -154,7 +157,7 @@ def checked_entries(chosen: Tensor, entries: Entries, rank: int, layout: Layout)
 def attend_to_entries(
     q: Tensor,
     own: Tensor,
-    chosen: Tensor,
+    chosen: Tensor | None,
     entries: Entries,
     scale: float,
     transport: Transport,
@@ -163,12 +166,16 @@ def attend_to_entries(
 
     Args:
         own: entries of this rank [entries, width], each a key and a value of all heads.
-        chosen: numbers of entries [rows, k], -1 for none.
+        chosen: numbers of entries [rows, k], -1 for none; None: all that a query sees.
     """
-    verb = "compressed keys of a layer"
-    rows = fetch_rows(own, chosen.to(q.device), entries.layout, transport, 0, verb=verb)
-    table = rows.table[:, None]
-    places = rows.places.sort(-1).values
+    if chosen is None:
+        table = move_rows(own, gather_moves(entries.layout, None), transport, 0)
+        places = all_visible(entries, q.device)
+    else:
+        verb = "compressed keys of a layer"
+        rows = fetch_rows(own, chosen.to(q.device), entries.layout, transport, 0, verb=verb)
+        table, places = rows.table, rows.places.sort(-1).values
+    table = table[:, None]
     return ListAttention.apply(q, table, table, places, scale)  # pyright: ignore
 
 

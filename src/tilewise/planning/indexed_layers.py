@@ -29,8 +29,9 @@ class IndexedLayer:
     Args:
         num_heads, head_dim, v_head_dim: of its attention.
         row_width: numbers of a key that travel: the width of its latent, or of k and v together.
-        index_heads, index_dim: of the indexer.
+        index_heads, index_dim: of the indexer; 0 where the layer uses another layer's choice.
         top_k: keys of a query.
+        tokens_of_index_key: how many tokens share one key of the indexer.
     """
 
     num_heads: int
@@ -40,10 +41,12 @@ class IndexedLayer:
     index_heads: int
     index_dim: int
     top_k: int
+    tokens_of_index_key: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            whole_number(field.name, getattr(self, field.name))
+            least = 0 if field.name in ("index_heads", "index_dim") else 1
+            whole_number(field.name, getattr(self, field.name), least)
 
 
 def indexed_cost(
@@ -64,7 +67,8 @@ def indexed_cost(
     share_rows = -(-num_tokens // shares)
     layout = make(shares, world_size)  # one row stands for all of a share
     seen = gather_moves(layout, Causal())
-    index_bytes = share_rows * layer.index_dim * item_bytes
+    index_keys = -(-share_rows // layer.tokens_of_index_key)
+    index_bytes = index_keys * layer.index_dim * item_bytes
     named = min(1.0, layer.top_k / world_size)  # of all rows, by num_tokens / world_size queries
     row_bytes = round(named * share_rows * layer.row_width * item_bytes)
     place_bytes = round(named * share_rows * PLACE_BYTES)
@@ -93,7 +97,7 @@ def _local_seconds(
     )
     num_queries, num_keys = 2 * share_rows, layout.num_tokens * share_rows
     forward, backward = (machine.kernel(dtype, x) for x in (False, True))
-    scores = 2 * layer.index_heads * layer.index_dim * pairs
+    scores = 2 * layer.index_heads * layer.index_dim * pairs / layer.tokens_of_index_key
     keys = min(layer.top_k, num_keys)
     products = 2 * layer.num_heads * (layer.head_dim + layer.v_head_dim) * num_queries * keys
     return (

@@ -25,7 +25,6 @@ from tilewise.indexed.entries import (
     NO_WINDOW,
     Entries,
     Windows,
-    all_visible,
     attend_to_entries,
     checked_entries,
     entries_of,
@@ -47,12 +46,13 @@ class EntriesOfRow(NamedTuple):
 
     Attributes:
         own: those that this rank made, [entries, head_dim].
-        chosen: numbers of entries that each of this rank's queries attends to, [rows, k].
+        chosen: numbers of entries that each of this rank's queries attends to, [rows, k]; None:
+            to all that it sees.
         entries: of all ranks.
     """
 
     own: Tensor
-    chosen: Tensor
+    chosen: Tensor | None
     entries: Entries
 
 
@@ -165,7 +165,7 @@ def _choices(found: list[EntriesOfRow | None], hidden: Tensor, indexer: Any) -> 
     shape = *hidden.shape[1:2], indexer.index_topk
     chosen = torch.full((len(found), *shape), -1, device=hidden.device)
     for row, keys in zip(chosen, found, strict=True):
-        if keys is not None:
+        if keys is not None and keys.chosen is not None:
             row[: len(keys.chosen), : keys.chosen.shape[1]] = keys.chosen[:, : shape[1]]
     return chosen
 
@@ -241,8 +241,7 @@ class _WindowCache:
 
     def result(self) -> EntriesOfRow:
         assert self.own is not None, "the compressor updates its cache"
-        chosen = all_visible(self.entries) if self.chosen is None else self.chosen
-        return EntriesOfRow(self.own, chosen, self.entries)
+        return EntriesOfRow(self.own, self.chosen, self.entries)
 
 
 class _EntryKeys(IndexKeys):

@@ -33,7 +33,6 @@ from tilewise.integrations.transformers.plan import (
     work_to_plan,
 )
 from tilewise.integrations.transformers.replay import record_indices, sharded_indices
-from tilewise.integrations.transformers.states import state_layers
 from tilewise.integrations.transformers.trainer import arguments as trainer_arguments
 from tilewise.planning.hybrid import HybridWork
 
@@ -87,27 +86,30 @@ def parallelize(model: Model, cp: tw.ContextParallel, name: str = "tilewise") ->
 
 @checks_arguments
 def hybrid_work(model: nn.Module, num_tokens: int) -> HybridWork:
-    """The training step of a model with layers that carry a state, as `search_hybrid` takes it.
+    """The training step of a model with layers that carry a state or choose keys, as
+    `search_hybrid` takes it.
 
         search_hybrid(hf.hybrid_work(model, 1 << 18), tw.Machine.preset("h100x8"), world_size=32)
 
     Its layers are measured on torch's meta device, by what they would send: no weights are read or
     made, so the model may be on that device itself. Layers of attention count as causal, those with
-    windows too; convolutions of a layer count as one, and its scans.
+    windows too; convolutions of a layer count as one, and its scans. Layers whose indexer chooses
+    keys (`HybridWork.indexed`) are read from the modules.
 
     Args:
         num_tokens: of one sequence without documents.
     Raises:
-        ValueError: for a model without such layers.
+        ValueError: for a model without such layers, and one that compresses keys (DeepSeek V4).
     """
     base = base_model(model)
-    if not state_layers(base):
-        raise ValueError(
-            f"{type(base).__name__} has no layer that carries a state or convolves: price its "
-            "attention by tw.search"
-        )
     whole_number("num_tokens", num_tokens)
-    return measured_work(base, num_tokens)
+    work = measured_work(base, num_tokens)
+    if not work.states and not work.indexed:
+        raise ValueError(
+            f"{type(base).__name__} has no layer that carries a state or convolves, and none that "
+            "chooses keys: price its attention by tw.search"
+        )
+    return work
 
 
 @checks_arguments

@@ -23,6 +23,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise.arguments import dtype_name
 from tilewise.integrations.transformers.attention import LayerMask
+from tilewise.integrations.transformers.indexed_work import indexed_layer
 from tilewise.integrations.transformers.states import (
     kernels_replaced,
     names_read,
@@ -30,6 +31,7 @@ from tilewise.integrations.transformers.states import (
     wire,
 )
 from tilewise.planning.hybrid import CHOICES, HybridWork, StateLayer, promising_hybrid
+from tilewise.planning.indexed_layers import IndexedLayer
 from tilewise.planning.model_attention import HEAD_FIELDS, heads_of
 from tilewise.transport.resolve import LocalTransport
 
@@ -127,8 +129,10 @@ class _Kind:
 
 
 @lru_cache(maxsize=16)
-def _layers(kind: _Kind) -> tuple[int, tuple[StateLayer, ...]]:
-    """Count a model's layers of attention, and list those that carry a state or convolve."""
+def _layers(kind: _Kind) -> tuple[int, tuple[StateLayer, ...], tuple[IndexedLayer, ...]]:
+    """Count a model's layers of attention, and list those that carry a state or convolve, and
+    those that attend to chosen keys.
+    """
     with torch.device("meta"), torch.no_grad():
         model = kind.model_class(copy.deepcopy(kind.config)).to(kind.dtype)
         wire(model)
@@ -146,7 +150,20 @@ def _layers(kind: _Kind) -> tuple[int, tuple[StateLayer, ...]]:
         if INTERFACE in names_read(type(layer))
         and isinstance(getattr(layer, "config", text), type(text))  # not what sees images
     ]
-    return len(attention), tuple(states)
+    if any(getattr(layer, "compressor", None) is not None for layer in attention):
+        raise ValueError(
+            f"{kind.model_class.__name__} has layers of attention to compressed keys, which the "
+            "planner does not price; name the layout and strategy of ContextParallel"
+        )
+    choosing = [layer for layer in attention if hasattr(layer, "indexer")]
+    sizes = _sizes(text) if choosing else None
+    indexed = [indexed_layer(layer, text, sizes) for layer in choosing if sizes is not None]
+    return len(attention) - len(indexed), tuple(states), tuple(indexed)
+
+
+def _sizes(text: Any) -> tuple[int, int, int, int | None]:
+    """num_heads, num_kv_heads, head_dim and v_head_dim by a configuration."""
+    return heads_of({name: getattr(text, name, None) for name in HEAD_FIELDS})
 
 
 def _measured(layer: Any, hidden_size: int, dtype: torch.dtype) -> StateLayer:
@@ -170,9 +187,6 @@ def measured_work(base: Any, num_tokens: int) -> HybridWork:
     """The step of a model of transformers, of one sequence without documents, for the planner.
 
     All its layers of attention count as causal ones, those with windows too.
-
-    Args:
-        base: has layers that carry a state or convolve.
     """
     text = base.config.get_text_config(decoder=True)
     dtype = next(x.dtype for x in base.parameters() if x.is_floating_point())
@@ -180,10 +194,8 @@ def measured_work(base: Any, num_tokens: int) -> HybridWork:
     classes = (x for x in type(base).__mro__ if not x.__module__.startswith("torch.distributed"))
     config = base.config
     kind = _Kind(next(classes), config.to_json_string(use_diff=False), dtype, config)
-    num_attention, states = _layers(kind)
-    sizes = (1, 1, 1, None)  # a model without attention
-    if num_attention:
-        sizes = heads_of({name: getattr(text, name, None) for name in HEAD_FIELDS})
+    num_attention, states, indexed = _layers(kind)
+    sizes = _sizes(text) if num_attention else (1, 1, 1, None)  # a model without attention
     num_heads, num_kv_heads, head_dim, v_head_dim = sizes
     attention = tw.Workload(
         num_tokens,
@@ -194,7 +206,7 @@ def measured_work(base: Any, num_tokens: int) -> HybridWork:
         mask=tw.Causal(),
         v_head_dim=v_head_dim,
     )
-    return HybridWork(attention, num_attention, states)
+    return HybridWork(attention, num_attention, states, indexed)
 
 
 def work_to_plan(base: Any, rank: int) -> HybridWork | None:
