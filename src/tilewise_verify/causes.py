@@ -44,6 +44,8 @@ CAUSES = MappingProxyType(
         "state_gradient_lost": "State or rows that come from earlier tokens get no gradient.",
         "halo_missing": "A short convolution does not see the rows before a rank's tokens.",
         "borders_invented": "A layer takes other places for borders of documents.",
+        "index_restarts": "An indexer scores the keys of its own rank alone.",
+        "index_ties": "Of keys with equal scores, the two models choose others.",
         "order_sensitive_layer": "A layer that needs neighbours in order sees a rank's rows only.",
         "missing_all_reduce": "A parameter's gradient is not summed over ranks, as others are.",
         "unknown": "The runs differ, and no cause of this list explains how.",
@@ -88,6 +90,8 @@ state_restarts | Pass the state on to the rank that has the next tokens.
 state_gradient_lost | Return the gradient of the state, or of rows before, to their rank.
 halo_missing | Get the rows before the rank's tokens, kernel size - 1 of them, from their rank.
 borders_invented | Reset the layer at the documents' borders alone, not where a rank's rows begin.
+index_restarts | Gather the index keys that a rank's queries see before they are scored.
+index_ties | Break ties alike in both models, by the lower position, or give the indexer more heads.
 order_sensitive_layer | Give this layer rows in the order of the sequence, and those before them.
 missing_all_reduce | Sum this parameter's gradient over the ranks, as those of the others.
 unknown | Look at the first module that differs: its inputs, and what it is told of the split.
@@ -112,6 +116,8 @@ query_heads_permuted | permuted_heads | {{permuted_heads}}
 key_positions_lost | local_keys | {{local_keys}}
 positions_wrong | wrong_positions | {{wrong_positions}}
 order_sensitive_layer | mixes_rows other_rows | {{mixes_rows}}
+index_restarts | index_alone | {{index_alone}}
+index_ties | tied_choice | {{tied_choice}}
 borders_invented | invented !other_rows | {{invented}}
 state_restarts | restarts | {{restarts}}
 documents_ignored | passes_borders | {{passes_borders}}

@@ -25,6 +25,7 @@ from tilewise_verify.attention_path import (
     read_by,
 )
 from tilewise_verify.causes import Facts, classify
+from tilewise_verify.choices import facts_of_choice
 from tilewise_verify.comparison import (
     Comparison,
     MatchedRows,
@@ -101,7 +102,8 @@ class Examination:
             return None
         first_wrong = next((name for name in names if self._inputs_are_right(name)), names[0])
         layer = self._around_projection(first_wrong)
-        for find_facts in (self._other_inputs, self._draws, self._foreign_inputs):
+        finders = self._other_inputs, self._draws, self._foreign_inputs, self._choices
+        for find_facts in finders:
             if facts := find_facts(layer):
                 return Diagnosis(facts, layer)
         facts, allowed = self._attention(layer, first_wrong)
@@ -329,6 +331,10 @@ class Examination:
             for record, again in zip(self.comparison.ranks, records, strict=True)
         ]
         return any(x is not None and y is not None and not torch.equal(x, y) for x, y in tables)
+
+    def _choices(self, layer: str) -> Facts:
+        """Return facts about an indexer in a layer whose inputs are right."""
+        return facts_of_choice(self.comparison, layer) if self._inputs_are_right(layer) else {}
 
     def _draws(self, layer: str) -> Facts:
         other_output = run_whole(self.model, self.inputs, ModelRun(seed=1)).outputs.get(layer)

@@ -159,7 +159,7 @@ def _resized(name: str, value: Any, scale: _Scale) -> Any:
     if KV_HEADS.search(name):
         return NUM_HEADS if value == scale.num_heads else min(value, NUM_HEADS // 2)
     if HEADS.search(name):  # an indexer of few has many scores that are equal, 0
-        return min(value, INDEX_HEADS) if name.startswith("index") else NUM_HEADS
+        return INDEX_HEADS if name.startswith("index") else NUM_HEADS
     if STATE.search(name) or GROUPS.search(name):
         return min(value, HEAD_DIM if STATE.search(name) else NUM_HEADS // 2)
     if FEW.search(name):

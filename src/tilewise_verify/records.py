@@ -80,7 +80,8 @@ class Record:
     Attributes:
         tables: by kind and module's name, in the order in which modules returned. "output": the
             first floating-point tensor that a module returned; "gradient": the loss's at it;
-            "input " and place or keyword. A projection that is no module, as in
+            "input " and place or keyword; "choice": whole numbers that it returned, as an indexer
+            does, and "scores": what it called topk on before. A projection that is no module, as in
             nn.MultiheadAttention, has its parameter's name.
         projections: names of those that multiply rows by a matrix.
         parameters: gradients by parameter name.
@@ -210,6 +211,7 @@ class _Recorder(TorchFunctionMode):
         self.model, self.job, self.record = model, job, Record()
         self.draw = torch.Generator().manual_seed(job.seed)  # leaves the model's own numbers alone
         self.thread, self.names, self.seen = get_ident(), dict[int, str](), set[str]()
+        self.scores: Tensor | None = None  # of the last topk
         self.weights: dict[int, str] = {}  # names, of projections that are no modules
         for name, module in model.named_modules():
             if not isinstance(module, nn.Linear | nn.Embedding):
@@ -231,6 +233,8 @@ class _Recorder(TorchFunctionMode):
         for x in out if isinstance(out, tuple | list) else (out,):
             if isinstance(x, Tensor) and x.is_floating_point():
                 self.record.eps = max(self.record.eps, torch.finfo(x.dtype).eps)
+        if func in (torch.topk, Tensor.topk):
+            self.scores = args[0].detach()
         weight = args[1] if func is F.linear and len(args) > 1 else kwargs.get("weight")
         if func is not F.linear or not isinstance(weight, Tensor):
             return out
@@ -274,6 +278,11 @@ class _Recorder(TorchFunctionMode):
             self.seen.add(name)
             for key, x in inputs.items():
                 self.record.tables[f"input {key}"][name] = _kept(x)
+            if isinstance(output, Tensor) and output.dtype in (torch.int32, torch.int64):
+                self.record.tables["choice"][name] = _kept(output)
+                if self.scores is not None:
+                    self.record.tables["scores"][name] = _kept(self.scores)
+                self.scores = None
             if first_output is not None:
                 self.record.outputs[name] = _kept(first_output)
                 if first_output.requires_grad:
