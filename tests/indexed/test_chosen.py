@@ -81,13 +81,23 @@ def weighted(out: Tensor, lse: Tensor, weights: tuple[Tensor, Tensor]) -> Tensor
     return (out * weights[0]).sum() + (lse.masked_fill(lse == -torch.inf, 0.0) * weights[1]).sum()
 
 
-def compare(given: Problem, layout: tw.Layout, mask: tw.masks.Mask, **options: Any) -> None:
-    """out, lse and each gradient of all ranks are those of the dense formula."""
+def compare(
+    given: Problem,
+    layout: tw.Layout,
+    mask: tw.masks.Mask,
+    window: int | None = None,
+    wanted: Problem | None = None,
+) -> None:
+    """out, lse and each gradient of all ranks are those of the dense formula.
+
+    Args:
+        wanted: whose positions the formula has; None: given's.
+    """
     leaves = [
         None if x is None else x.clone().requires_grad_()
         for x in (given.q, given.k, given.v, given.sink)
     ]
-    want = dense(given, *leaves)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    want = dense(wanted or given, *leaves)  # pyright: ignore[reportCallIssue, reportArgumentType]
     weighted(*want, given.weights).backward()
     squeezed = given.q.shape[0] == 1 and (given.sink is None or given.sink.ndim < 3)
 
@@ -103,11 +113,10 @@ def compare(given: Problem, layout: tw.Layout, mask: tw.masks.Mask, **options: A
             q,
             k,
             v,
-            mask=tw.Chosen(own[3]),
+            mask=tw.Chosen(own[3], window=window),
             sink=sink,
             softmax_scale=given.scale,
             return_lse=True,
-            **options,
         )
         out, lse = (x[None] if squeezed else x for x in (out, lse))
         weighted(out, lse, (cp.shard(weights[0], 1), cp.shard(weights[1], 1))).backward()
@@ -136,6 +145,21 @@ def test_attention_is_that_of_dense_formulas(seed: int):
     mask = mask & tw.Document(split.cu_seqlens) if draw.random() < 0.4 else mask
     allowed = mask.dense(np.arange(n), np.arange(n))
     compare(problem(draw, allowed, seed), split.layout, mask)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_window_beside_a_choice(seed: int):
+    """Against dense formulas whose choice has the window's keys as well."""
+    split, draw = drawn(seed), Random(seed)
+    n, window = split.layout.num_tokens, draw.randint(1, 9)
+    mask = drawn_mask(draw, n)
+    mask = mask & tw.Document(split.cu_seqlens) if draw.random() < 0.6 else mask
+    allowed = mask.dense(np.arange(n), np.arange(n))
+    given = problem(draw, allowed, seed)
+    near = allowed & (tw.Window(window - 1, 0)).dense(np.arange(n), np.arange(n))
+    keys = torch.where(torch.from_numpy(near), torch.arange(n), -1).expand(len(given.q), -1, -1)
+    both = given._replace(positions=torch.cat([given.positions, keys], -1))
+    compare(given, split.layout, mask, window=window, wanted=both)
 
 
 def test_a_block_of_one_query(monkeypatch: pytest.MonkeyPatch):
@@ -301,6 +325,19 @@ def test_ranks_compare_how_many_keys_they_choose():
         assert group.bytes_sent == 0
 
     tw.loopback(2, run)
+
+
+def test_ranks_compare_windows():
+    def run(rank: int, group: Any) -> None:
+        cp = tw.ContextParallel(group, num_tokens=8, layout=tw.contiguous(8, 2))
+        mask = tw.Chosen(torch.full((4, 2), -1), window=2 + rank)
+        with pytest.raises(ValueError, match="ranks disagree on window"):
+            cp.attention(*[torch.zeros(4, 2, 4)] * 3, mask=mask)
+        assert group.bytes_sent == 0
+
+    tw.loopback(2, run)
+    with pytest.raises(ValueError, match=r"window \(0\) must be at least 1"):
+        tw.Chosen(torch.full((4, 2), -1), window=0)
 
 
 def test_ranks_compare_a_choice_with_a_mask():

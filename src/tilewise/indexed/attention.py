@@ -108,12 +108,13 @@ def attend_to_chosen(
             "softmax_scale": str(scale),
             "sink": str(call.sink),
             "within": repr(chosen.within),
+            "window": str(chosen.window),
         }
 
     operands, fields = settled(transport, check)
     agree(transport, fields, None, call.validate)
     dim = q.ndim - 3
-    positions = chosen.positions.to(q.device)
+    positions = _with_window(chosen, layout, rank).to(q.device)
     rows = fetch_rows(operands.keys, positions, layout, transport, dim, verb="rows of chosen keys")
     if isinstance(latent, Latent):
         keys, values = _expanded(latent, rows, q, call.autocast)
@@ -127,6 +128,23 @@ def attend_to_chosen(
     out, lse = ListAttention.apply(queries, keys, values, places, operands.scale)  # pyright: ignore
     out, lse = out.reshape(*q.shape[:-1], values.shape[-1]), lse.reshape(q.shape[:-1])
     return (out, lse) if sink is None else with_sink(out, lse, sink)
+
+
+def _with_window(chosen: Chosen, layout: Layout, rank: int) -> Tensor:
+    """The positions that queries attend to: those chosen, and those of the window beside them."""
+    positions, mask = chosen.positions, chosen.within
+    if chosen.window is None:
+        return positions
+    own = layout.positions(rank).to(positions.device)[:, None]
+    near = own - torch.arange(min(chosen.window, layout.num_tokens), device=own.device)
+    seen = near >= 0
+    if mask is not None and mask != Full():
+        seen = seen & _visible(mask, near, layout, rank)
+    near = near.masked_fill(~seen, -1).to(positions.dtype)
+    near = near.expand(*positions.shape[:-1], -1)
+    # one that is chosen and near stands in the list once
+    both = (positions <= own) & (positions > own - chosen.window)
+    return torch.cat([positions.masked_fill(both, -1), near], -1)
 
 
 def _expanded(

@@ -6,12 +6,12 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from tilewise.arguments import require_dense, require_type
+from tilewise.arguments import require_dense, require_type, whole_number
 from tilewise.masks.base import Mask
 
 COMBINED = (
     "chosen keys are not combined with masks: they are all that a query attends to; choose among "
-    "the keys that a mask shows by cp.index(..., mask=), or add a window's positions to the list"
+    "the keys that a mask shows by cp.index(..., mask=), and add a window by Chosen(..., window=)"
 )
 
 
@@ -28,11 +28,15 @@ class Chosen:
             query; -1 stands for no key.
         within: a mask that shows each query all keys chosen for it, or the call is refused;
             `cp.attention` takes that of cp. None: any key may be chosen.
+        window: how many tokens each query sees beside the choice, itself and those right before it,
+            as far as `within` shows them. A key of both counts once.
     """
 
-    __slots__ = ("positions", "within")
+    __slots__ = ("positions", "window", "within")
 
-    def __init__(self, positions: Tensor, within: Mask | None = None) -> None:
+    def __init__(
+        self, positions: Tensor, within: Mask | None = None, window: int | None = None
+    ) -> None:
         self.positions = require_type(Tensor, "positions", positions, "cp.index(...)")
         require_dense("positions", positions)
         if positions.is_floating_point() or positions.is_complex() or positions.ndim not in (2, 3):
@@ -40,11 +44,12 @@ class Chosen:
                 f"positions is {positions.dtype} {list(positions.shape)}, but must be whole "
                 "numbers [(batch,) this rank's tokens, k], as cp.index returns them"
             )
+        self.window = window if window is None else whole_number("window", window)
         self.within = within if within is None else require_type(Mask, "within", within)
 
     def kept_to(self, mask: Mask) -> Chosen:
         """The same choice, of keys that a mask must show, unless it names one itself."""
-        return self if self.within is not None else Chosen(self.positions, mask)
+        return self if self.within is not None else Chosen(self.positions, mask, self.window)
 
     def __repr__(self) -> str:
         return f"Chosen({list(self.positions.shape)})"
