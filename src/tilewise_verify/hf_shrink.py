@@ -84,11 +84,11 @@ def _shrink(config: Any) -> None:
             setattr(config, name, shared)
         elif name == "attn_layer_indices":
             setattr(config, name, [new for new, old in enumerate(kept) if old in value])
-        elif name == "compress_rates":
+        elif name == "compress_rates" and isinstance(value, dict):
             setattr(config, name, {kind: min(rate, COMPRESSED) for kind, rate in value.items()})
-        elif name in ("indexer_compress_ratio", "indexer_budget") and value is not None:
+        elif name in ("indexer_compress_ratio", "indexer_budget") and isinstance(value, int):
             setattr(config, name, min(value, COMPRESSED * (1 + name.endswith("budget"))))
-        elif name == "ple_layer_ids":
+        elif name == "ple_layer_ids" and isinstance(value, list):
             setattr(config, name, value[:1] and [1])
         elif name in PERIODS:
             setattr(config, name, min(value, PERIODS[name]))

@@ -43,7 +43,9 @@ def build(rate: int = 3, blocks: int = 2, **fields: Any) -> Any:
     return model
 
 
-def trained(whole: Any, layout: tw.Layout, checkpoints: bool = False, **columns: Any) -> Any:
+def trained(
+    whole: Any, layout: tw.Layout, checkpoints: bool = False, **columns: Any
+) -> tuple[list[float], list[dict[str, Tensor]]]:
     """Losses and gradients of all ranks of a split step."""
 
     def on_rank(rank: int, group: Any) -> tuple[float, dict[str, Tensor]]:

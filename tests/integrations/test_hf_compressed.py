@@ -57,7 +57,9 @@ def build(csa: int = 3, hca: int = 4, top_k: int = 3) -> Any:
     return model
 
 
-def trained(whole: Any, layout: tw.Layout, checkpoints: bool = False, **columns: Any) -> Any:
+def trained(
+    whole: Any, layout: tw.Layout, checkpoints: bool = False, **columns: Any
+) -> tuple[list[float], list[dict[str, Tensor]]]:
     """Losses and gradients of all ranks of a split step."""
 
     def on_rank(rank: int, group: Any) -> tuple[float, dict[str, Tensor]]:

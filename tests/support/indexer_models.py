@@ -14,9 +14,12 @@ from tilewise_verify.hf_proof import tiny_model
 
 NAMES = ("AXK2", "DeepseekV32", "Dots3Note", "GlmMoeDsa", "HYV4")
 CU_SEQLENS = (0, 9, 31, 40)
-SHARED = {"indexer_types": ["full", "shared"] * 39}
+SHARED: dict[str, Any] = {"indexer_types": ["full", "shared"] * 39}
 """Of GlmMoeDsa: every second layer uses the choice of the one before it."""
-WITH_SHARED = [*((name, {}) for name in NAMES), ("GlmMoeDsa", SHARED)]
+WITH_SHARED: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in NAMES),
+    ("GlmMoeDsa", SHARED),
+]
 
 
 def model_class(name: str) -> Any:

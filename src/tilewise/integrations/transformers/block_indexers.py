@@ -91,8 +91,8 @@ def _choose(
     """In place of an indexer's forward: the positions that it chooses are noted on the mask."""
     indexer, cp, number = module.indexer, mask.cp, module._tilewise_indexer
     if mask.handed is not None:
-        mask.chosen = mask.handed[number]
-        record(number, mask.chosen)
+        mask.chosen = chosen = mask.handed[number]
+        record(number, chosen)
         return
     widths = [n * indexer.index_head_dim for n in (indexer.index_n_heads, indexer.index_kv_heads)]
     q, keys = indexer.index_qk_proj(hidden_states).split(widths, -1)
@@ -106,8 +106,8 @@ def _choose(
         entries = entries_of(cp.layout, cp.rank, documents, indexer.compress_ratio)
         found.append(_positions(indexer, cp, documents, entries, *own))
     spare = hidden_states.shape[1] - rows  # a rank without tokens has one row of padding
-    mask.chosen = F.pad(torch.stack(found), (0, 0, 0, spare), value=-1)
-    record(number, mask.chosen)
+    mask.chosen = chosen = F.pad(torch.stack(found), (0, 0, 0, spare), value=-1)
+    record(number, chosen)
 
 
 def _rotation(indexer: Any) -> Any:

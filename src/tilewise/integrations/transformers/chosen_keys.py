@@ -43,12 +43,10 @@ def attend_to_chosen(  # noqa: PLR0913 - what a layer passes to its attention
         options: of cp.attention.
     """
     if isinstance(mask, list):
-        entries = [slice(row, row + 1) for row in range(len(mask))]
-        given = zip(entries, mask, strict=True)
-        tensors = query, key, value, indices
-        outs = [
-            attend_to_chosen(cp, module, *(x[e] for x in tensors), one, options) for e, one in given
-        ]
+        outs = list[Tensor]()
+        for row, one in enumerate(mask):
+            q, k, v, positions = (x[row : row + 1] for x in (query, key, value, indices))
+            outs.append(attend_to_chosen(cp, module, q, k, v, positions, one, options))
         return torch.cat(outs)
     chosen = tw.Chosen(indices, mask)
     q = query.transpose(1, 2)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from tilewise.integrations.transformers.block_indexers import chooses_blocks
 from tilewise.integrations.transformers.chosen_keys import EXPANDS
 from tilewise.planning.indexed_layers import IndexedLayer
@@ -26,13 +24,14 @@ def indexed_layer(module: Any, text: Any, sizes: tuple[int, int, int, int | None
     row_width = num_kv_heads * (head_dim + v_head_dim)
     if hasattr(module, EXPANDS):  # latents travel
         row_width = text.kv_lora_rank + text.qk_rope_head_dim
-    indexer, index = module.indexer, WITHOUT_INDEXER
+    indexer: Any = module.indexer
+    index: tuple[int, int, int] = WITHOUT_INDEXER
     if chooses_blocks(module):
         index = indexer.index_n_heads, indexer.index_head_dim, indexer.compress_ratio
         top_k = indexer.token_budget + indexer.compress_ratio - 1
     else:
         top_k = text.index_topk
-        if isinstance(indexer, nn.Module):
+        if indexer is not None:
             index = indexer.n_heads, indexer.head_dim, 1
     heads, width, tokens = index
     return IndexedLayer(
