@@ -225,3 +225,23 @@ def test_a_model_without_indexers_takes_no_choice():
             model(**hf.shard(cp, ids(), indices=drawn_choices(1)))
 
     tw.loopback(2, on_rank)
+
+
+def test_a_call_that_was_refused_leaves_no_choice_behind():
+    """Labels that were sharded by hand are refused after the call has taken the choice."""
+    whole, tokens = build("DeepseekV32").eval(), ids()
+    choices = drawn_choices(2, (0, 40))
+
+    def on_rank(rank: int, group: Any) -> Tensor:
+        cp = tw.ContextParallel(group, num_tokens=40, mask=tw.Causal(), layout=tw.contiguous(40, 2))
+        model = hf.parallelize(copy.deepcopy(whole), cp, f"left_{rank}")
+        given = hf.shard(cp, tokens, indices=choices)
+        with torch.no_grad():
+            with pytest.raises(ValueError, match="labels"):
+                model(**given, labels=given["input_ids"])
+            return hf.unshard(cp, model(**hf.shard(cp, tokens)).logits)
+
+    with torch.no_grad():
+        want = whole(tokens, use_cache=False).logits
+    for found in tw.loopback(2, on_rank):
+        assert (found - want).abs().max() < 1e-5
