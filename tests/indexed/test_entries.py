@@ -18,7 +18,6 @@ from tilewise.indexed.entries import (
     attend_to_entries,
     entries_of,
     merged,
-    window_tokens,
     windows_of,
 )
 from tilewise.transport.resolve import transport_for
@@ -64,8 +63,7 @@ def test_entries_of_documents(seed: int):
             windows = windows_of(entries, rank, overlapping=overlapping)
             assert len(windows.numbers) > 0
             assert windows.numbers[windows.kept].tolist() == mine
-            tokens = window_tokens(entries, windows.numbers)
-            assert (tokens[windows.numbers == NO_WINDOW] == -1).all()
+            assert (windows.tokens[windows.numbers == NO_WINDOW] == -1).all()
             for place in windows.kept.tolist() if overlapping else ():
                 number = int(windows.numbers[place])
                 first = want[number][1] == 0

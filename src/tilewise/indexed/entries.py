@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.compiler.row_moves import owners_of
+from tilewise.indexed.choice import chosen_among
 from tilewise.indexed.lists import ListAttention
 from tilewise.indexed.visible import VisibleKeys
 from tilewise.layouts.layout import Layout
@@ -85,11 +86,15 @@ class Windows:
         numbers: of each window's entry; NO_WINDOW: rows of padding, which stand for no tokens.
         is_first: whether the next window is the first of its document, before which there is none.
         kept: windows that give this rank's entries.
+        tokens: global positions of their tokens, [windows, rate]; -1 in padding.
+        in_document: of each its number in its document, 0 of padding.
     """
 
     numbers: NDArray[np.int64]
     is_first: NDArray[np.bool_]
     kept: NDArray[np.int64]
+    tokens: Tensor
+    in_document: Tensor
 
 
 def windows_of(entries: Entries, rank: int, *, overlapping: bool) -> Windows:
@@ -110,14 +115,16 @@ def windows_of(entries: Entries, rank: int, *, overlapping: bool) -> Windows:
         is_first.append(False)
     if not numbers:
         numbers, is_first = [NO_WINDOW], [False]
-    return Windows(np.asarray(numbers), np.asarray(is_first), np.asarray(kept, np.int64))
-
-
-def window_tokens(entries: Entries, numbers: NDArray[np.int64]) -> Tensor:
-    """Global positions of the windows' tokens, [windows, rate]; -1 in padding."""
-    number = torch.from_numpy(numbers)
+    number = torch.tensor(numbers)
+    padding = number == NO_WINDOW
     tokens = entries.starts[number.clamp(min=0)][:, None] + torch.arange(entries.rate)
-    return tokens.masked_fill(number[:, None] == NO_WINDOW, -1)
+    return Windows(
+        np.asarray(numbers),
+        np.asarray(is_first),
+        np.asarray(kept, np.int64),
+        tokens.masked_fill(padding[:, None], -1),
+        entries.numbers[number.clamp(min=0)].masked_fill(padding, 0),
+    )
 
 
 def all_visible(entries: Entries, device: torch.device) -> Tensor:
@@ -177,6 +184,41 @@ def attend_to_entries(
         table, places = rows.table, rows.places.sort(-1).values
     table = table[:, None]
     return ListAttention.apply(q, table, table, places, scale)  # pyright: ignore
+
+
+def choose_entries(
+    q: Tensor, own: Tensor, weights: Tensor, k: int, entries: Entries, transport: Transport
+) -> Tensor:
+    """Numbers of the entries that this rank's queries choose, [rows, k], then -1; no gradients.
+
+    Args:
+        q, weights: [rows, heads, width] and [rows, heads], as of cp.index.
+        own: index keys of this rank's entries, [entries, width].
+        k: up to the number of entries; more count as all.
+    """
+    with torch.no_grad():
+        keys = move_rows(
+            own.detach().contiguous(), gather_moves(entries.layout, None), transport, 0
+        )
+        most = min(k, entries.layout.num_tokens)
+        return chosen_among(q, keys, weights, entries.visible, most)
+
+
+def with_entries(  # noqa: PLR0913 - both sets of keys
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    own: Tensor,
+    chosen: Tensor | None,
+    entries: Entries,
+    scale: float,
+    transport: Transport,
+) -> tuple[Tensor, Tensor]:
+    """Attention to tokens, out and lse, and to entries beside them, as one.
+
+    Args: as of `attend_to_entries`.
+    """
+    return merged(out, lse, *attend_to_entries(q, own, chosen, entries, scale, transport))
 
 
 def merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,13 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilewise as tw
-from tilewise.indexed.choice import chosen_among
-from tilewise.indexed.entries import Entries, entries_of, window_tokens, windows_of
+from tilewise.indexed import entries as of_entries
 from tilewise.integrations.transformers.attention import LayerMask, refuse
 from tilewise.integrations.transformers.replay import record
 from tilewise.integrations.transformers.saved import not_compiled
-from tilewise.tokens.moves import gather_moves
-from tilewise.tokens.rows import move_rows
 
 
 def chooses_blocks(module: Any) -> bool:
@@ -103,7 +100,7 @@ def _choose(
     for entry in range(len(hidden_states)):
         documents = mask.documents[entry if len(mask.documents) > 1 else 0]
         own = [x[entry if len(x) > 1 else 0, :rows] for x in (q, keys, cos, sin)]
-        entries = entries_of(cp.layout, cp.rank, documents, indexer.compress_ratio)
+        entries = of_entries.entries_of(cp.layout, cp.rank, documents, indexer.compress_ratio)
         found.append(_positions(indexer, cp, documents, entries, *own))
     spare = hidden_states.shape[1] - rows  # a rank without tokens has one row of padding
     mask.chosen = chosen = F.pad(torch.stack(found), (0, 0, 0, spare), value=-1)
@@ -119,7 +116,7 @@ def _positions(  # noqa: PLR0913 - an indexer's operands
     indexer: Any,
     cp: tw.ContextParallel,
     documents: tuple[int, ...],
-    entries: Entries | None,
+    entries: of_entries.Entries | None,
     q: Tensor,
     keys: Tensor,
     cos: Tensor,
@@ -152,22 +149,20 @@ def _positions(  # noqa: PLR0913 - an indexer's operands
 def _blocks(  # noqa: PLR0913 - an indexer's operands
     indexer: Any,
     cp: tw.ContextParallel,
-    entries: Entries,
+    entries: of_entries.Entries,
     q: Tensor,
     keys: Tensor,
     cos: Tensor,
     sin: Tensor,
 ) -> Tensor:
     """Numbers of the entries that queries choose, [rows, k], then -1."""
-    windows = windows_of(entries, cp.rank, overlapping=False)
-    tokens = window_tokens(entries, windows.numbers).to(q.device)
+    windows = of_entries.windows_of(entries, cp.rank, overlapping=False)
+    tokens = windows.tokens.to(q.device)
     raw = cp.gather_rows(keys, tokens)
     means = indexer.k_layernorm(raw.float().mean(1).to(raw.dtype))
     turns = (cp.gather_rows(x.contiguous(), tokens[:, 0]) for x in (cos, sin))
     made = _rotation(indexer)(means[:, None], **dict(zip(("cos", "sin"), turns, strict=True)))
     own = made[:, 0].index_select(0, torch.from_numpy(windows.kept).to(q.device))
     transport = tw.transport.transport_for(cp.group)
-    table = move_rows(own.contiguous(), gather_moves(entries.layout, None), transport, 0)
     weights = q.new_full(q.shape[:2], indexer.index_head_dim**-0.5, dtype=torch.float32)
-    k = min(indexer.block_topk, entries.layout.num_tokens)
-    return chosen_among(q, table, weights, entries.visible, k)
+    return of_entries.choose_entries(q, own, weights, indexer.block_topk, entries, transport)

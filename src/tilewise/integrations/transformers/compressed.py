@@ -20,24 +20,11 @@ from torch import Tensor, nn
 
 import tilewise as tw
 from tilewise.execution.sinks import with_sink
-from tilewise.indexed.choice import chosen_among
-from tilewise.indexed.entries import (
-    NO_WINDOW,
-    Entries,
-    Windows,
-    attend_to_entries,
-    checked_entries,
-    entries_of,
-    merged,
-    window_tokens,
-    windows_of,
-)
+from tilewise.indexed import entries as of_entries
 from tilewise.integrations.transformers.attention import LayerMask, refuse
 from tilewise.integrations.transformers.indexers import IndexKeys, IndexMask, IndexScores
 from tilewise.integrations.transformers.replay import record
 from tilewise.integrations.transformers.saved import not_compiled
-from tilewise.tokens.moves import gather_moves
-from tilewise.tokens.rows import move_rows
 from tilewise.transport.agreement import settled
 
 
@@ -53,7 +40,7 @@ class EntriesOfRow(NamedTuple):
 
     own: Tensor
     chosen: Tensor | None
-    entries: Entries
+    entries: of_entries.Entries
 
 
 class CompressedKeys(NamedTuple):
@@ -90,7 +77,7 @@ class CompressedKeys(NamedTuple):
             result = out[entry], lse[entry]
             if keys is not None:
                 given = keys.own, keys.chosen, keys.entries, scale, transport
-                result = merged(*result, *attend_to_entries(q[entry], *given))
+                result = of_entries.with_entries(*result, q[entry], *given)
             results.append(result)
         outs, lses = (torch.stack(x) for x in zip(*results, strict=True))
         sink = options["sink"]
@@ -146,7 +133,9 @@ def _compressed(
         documents = mask.documents[entry if len(mask.documents) > 1 else 0]
         own = slice(entry, entry + 1)
         positions = position_ids[own] if len(position_ids) > 1 else position_ids
-        entries = entries_of(mask.cp.layout, mask.cp.rank, documents, compressor.compress_rate)
+        entries = of_entries.entries_of(
+            mask.cp.layout, mask.cp.rank, documents, compressor.compress_rate
+        )
         if entries is None:
             found.append(None)
             continue
@@ -173,10 +162,12 @@ def _choices(found: list[EntriesOfRow | None], hidden: Tensor, indexer: Any) -> 
 class _WindowCache:
     """A cache that hands a compressor the whole windows of this rank's entries, and no others."""
 
-    def __init__(self, compressor: Any, mask: LayerMask, entries: Entries, entry: int) -> None:
+    def __init__(
+        self, compressor: Any, mask: LayerMask, entries: of_entries.Entries, entry: int
+    ) -> None:
         self.compressor, self.mask, self.entries, self.entry = compressor, mask, entries, entry
         self.overlapping = getattr(compressor, "indexer", None) is not None
-        self.windows: Windows = windows_of(entries, mask.cp.rank, overlapping=self.overlapping)
+        self.windows = of_entries.windows_of(entries, mask.cp.rank, overlapping=self.overlapping)
         self.layers = self
         self.own: Tensor | None = None
         self.chosen: Tensor | None = None
@@ -193,17 +184,14 @@ class _WindowCache:
         cp, windows, rate = self.mask.cp, self.windows, self.entries.rate
         rows = torch.cat([kv, gate], -1)[0, : cp.layout.size(cp.rank)]
         with torch.set_grad_enabled(torch.is_grad_enabled() and name != "indexer"):
-            tokens = window_tokens(self.entries, windows.numbers).to(kv.device)
-            fetched = cp.gather_rows(rows, tokens.flatten())
+            fetched = cp.gather_rows(rows, windows.tokens.flatten().to(kv.device))
             kv, gate = fetched.split([kv.shape[-1], gate.shape[-1]], -1)
             if self.overlapping:  # of no window before a document's first one nothing counts
                 first = torch.from_numpy(windows.is_first).to(gate.device)
                 half = torch.arange(gate.shape[-1], device=gate.device) < gate.shape[-1] // 2
                 hidden = first.repeat_interleave(rate)[:, None] & half
                 gate = gate.masked_fill(hidden, -torch.inf)
-        number = torch.from_numpy(windows.numbers)
-        in_document = self.entries.numbers[number.clamp(min=0)].masked_fill(number == NO_WINDOW, 0)
-        shift = (in_document - torch.arange(len(number))) * rate
+        shift = (windows.in_document - torch.arange(len(windows.numbers))) * rate
         return kv[None], gate[None], shift.to(kv.device)
 
     def update_overlap_state(self, *_: Any) -> tuple[None, None]:
@@ -229,15 +217,12 @@ class _WindowCache:
         rows = cp.layout.size(cp.rank)
         if self.mask.handed is not None:
             handed = self.mask.handed[number][self.entry, :rows]
-            check = partial(checked_entries, handed, self.entries, cp.rank, cp.layout)
-            self.chosen = settled(transport, check)
+            given = handed, self.entries, cp.rank, cp.layout
+            self.chosen = settled(transport, partial(of_entries.checked_entries, *given))
         else:
-            k = min(self.compressor.indexer.index_topk, self.entries.layout.num_tokens)
-            with torch.no_grad():
-                moves = gather_moves(self.entries.layout, None)
-                keys = move_rows(own.detach().contiguous(), moves, transport, 0)
-                given = q[:rows], keys, weights[:rows], self.entries.visible, k
-                self.chosen = chosen_among(*given)
+            k = self.compressor.indexer.index_topk
+            given = q[:rows], own, weights[:rows], k, self.entries, transport
+            self.chosen = of_entries.choose_entries(*given)
 
     def result(self) -> EntriesOfRow:
         assert self.own is not None, "the compressor updates its cache"
