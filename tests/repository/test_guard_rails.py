@@ -83,7 +83,7 @@ def test_the_core_imports_no_verification_and_no_tools():
     assert not [m for m in verify if "tilewise_tools" in top(imports(m, bodies=True))]
 
 
-MOST_CORE_NAMES = 43
+MOST_CORE_NAMES = 40
 
 
 def test_integrations_use_public_names_and_few_others():

@@ -34,7 +34,6 @@ from tilewise.integrations.transformers.plan import (
 )
 from tilewise.integrations.transformers.replay import record_indices, sharded_indices
 from tilewise.integrations.transformers.trainer import arguments as trainer_arguments
-from tilewise.planning.hybrid import HybridWork
 
 __all__ = [
     "LayerMask",
@@ -85,7 +84,7 @@ def parallelize(model: Model, cp: tw.ContextParallel, name: str = "tilewise") ->
 
 
 @checks_arguments
-def hybrid_work(model: nn.Module, num_tokens: int) -> HybridWork:
+def hybrid_work(model: nn.Module, num_tokens: int) -> tw.planning.HybridWork:
     """The training step of a model with layers that carry a state or choose keys, as
     `search_hybrid` takes it.
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import tilewise as tw
 from tilewise.integrations.transformers.block_indexers import chooses_blocks
 from tilewise.integrations.transformers.chosen_keys import EXPANDS
-from tilewise.planning.indexed_layers import IndexedLayer
 
 WITHOUT_INDEXER = (0, 0, 1)
 """Heads, width and tokens of an index key of a layer that uses the choice of another one."""
 
 
-def indexed_layer(module: Any, text: Any, sizes: tuple[int, int, int, int | None]) -> IndexedLayer:
+def indexed_layer(
+    module: Any, text: Any, sizes: tuple[int, int, int, int | None]
+) -> tw.planning.IndexedLayer:
     """A layer of attention that attends to chosen keys alone.
 
     Args:
@@ -34,7 +36,7 @@ def indexed_layer(module: Any, text: Any, sizes: tuple[int, int, int, int | None
         if indexer is not None:
             index = indexer.n_heads, indexer.head_dim, 1
     heads, width, tokens = index
-    return IndexedLayer(
+    return tw.planning.IndexedLayer(
         *(num_heads, head_dim, v_head_dim, row_width, heads, width, top_k),
         tokens_of_index_key=tokens,
     )

@@ -30,8 +30,7 @@ from tilewise.integrations.transformers.states import (
     state_layers,
     wire,
 )
-from tilewise.planning.hybrid import CHOICES, HybridWork, StateLayer, promising_hybrid
-from tilewise.planning.indexed_layers import IndexedLayer
+from tilewise.planning.hybrid import CHOICES, promising_hybrid
 from tilewise.planning.model_attention import HEAD_FIELDS, heads_of
 from tilewise.transport.resolve import LocalTransport
 
@@ -57,16 +56,16 @@ class _Scan(NamedTuple):
     dtype: torch.dtype
     is_matrix: bool
 
-    def layer(self, **conv: Any) -> StateLayer:
+    def layer(self, **conv: Any) -> tw.planning.StateLayer:
         """The layer that has it."""
         heads, sizes = self.update[2], self.update[3:]
         conv["dtype"] = dtype_name(self.dtype)
         if self.is_matrix:
-            return StateLayer(heads, sizes[0], sizes[1], "matrix", **conv)
+            return tw.planning.StateLayer(heads, sizes[0], sizes[1], "matrix", **conv)
         if prod(self.decay[2:]) == heads:  # of Mamba2's states the last dimension is read by tokens
-            return StateLayer(heads, prod(sizes[1:]), prod(sizes[:1]), "number", **conv)
+            return tw.planning.StateLayer(heads, prod(sizes[1:]), prod(sizes[:1]), "number", **conv)
         assert self.decay == self.update and len(sizes) == 1, self
-        return StateLayer(heads, sizes[0], 1, "row", **conv)
+        return tw.planning.StateLayer(heads, sizes[0], 1, "row", **conv)
 
 
 class _Notes:
@@ -89,12 +88,12 @@ class _Notes:
         self.scans.append(_Scan(tuple(decay.shape), tuple(update.shape), update.dtype, matrix))
         return torch.zeros_like(update)
 
-    def layer(self) -> StateLayer:
+    def layer(self) -> tw.planning.StateLayer:
         """The layer that was called: its convolutions as one, and its scans."""
         conv: dict[str, Any] = {"conv_channels": sum(channels for channels, _ in self.weights)}
         conv["conv_width"] = max((width for _, width in self.weights), default=1)
         if not self.scans:
-            return StateLayer(0, 1, 1, "number", **conv)
+            return tw.planning.StateLayer(0, 1, 1, "number", **conv)
         (scan,) = set(self.scans)  # Zamba has one for each group of channels
         layer = scan.layer(**conv)
         return replace(layer, num_heads=len(self.scans) * layer.num_heads)
@@ -129,7 +128,9 @@ class _Kind:
 
 
 @lru_cache(maxsize=16)
-def _layers(kind: _Kind) -> tuple[int, tuple[StateLayer, ...], tuple[IndexedLayer, ...]]:
+def _layers(
+    kind: _Kind,
+) -> tuple[int, tuple[tw.planning.StateLayer, ...], tuple[tw.planning.IndexedLayer, ...]]:
     """Count a model's layers of attention, and list those that carry a state or convolve, and
     those that attend to chosen keys.
     """
@@ -137,8 +138,8 @@ def _layers(kind: _Kind) -> tuple[int, tuple[StateLayer, ...], tuple[IndexedLaye
         model = kind.model_class(copy.deepcopy(kind.config)).to(kind.dtype)
         wire(model)
         text = model.config.get_text_config(decoder=True)
-        measured = dict[Any, StateLayer]()
-        states = list[StateLayer]()
+        measured = dict[Any, tw.planning.StateLayer]()
+        states = list[tw.planning.StateLayer]()
         for layer in state_layers(model):
             shapes = (type(layer), *(x.shape for x in layer.parameters()))
             if shapes not in measured:
@@ -166,7 +167,7 @@ def _sizes(text: Any) -> tuple[int, int, int, int | None]:
     return heads_of({name: getattr(text, name, None) for name in HEAD_FIELDS})
 
 
-def _measured(layer: Any, hidden_size: int, dtype: torch.dtype) -> StateLayer:
+def _measured(layer: Any, hidden_size: int, dtype: torch.dtype) -> tw.planning.StateLayer:
     """A layer by what it sends."""
     notes = _Notes()
     mask = LayerMask(cast(tw.ContextParallel, notes), tw.Causal(), packs=True)
@@ -183,7 +184,7 @@ def _measured(layer: Any, hidden_size: int, dtype: torch.dtype) -> StateLayer:
     return notes.layer()
 
 
-def measured_work(base: Any, num_tokens: int) -> HybridWork:
+def measured_work(base: Any, num_tokens: int) -> tw.planning.HybridWork:
     """The step of a model of transformers, of one sequence without documents, for the planner.
 
     All its layers of attention count as causal ones, those with windows too.
@@ -206,10 +207,10 @@ def measured_work(base: Any, num_tokens: int) -> HybridWork:
         mask=tw.Causal(),
         v_head_dim=v_head_dim,
     )
-    return HybridWork(attention, num_attention, states, indexed)
+    return tw.planning.HybridWork(attention, num_attention, states, indexed)
 
 
-def work_to_plan(base: Any, rank: int) -> HybridWork | None:
+def work_to_plan(base: Any, rank: int) -> tw.planning.HybridWork | None:
     """The step of a model whose layouts are chosen, of one token; None if none are to be chosen.
 
     A model that cannot be measured, of which rank 0 warns, keeps the layouts that it has.
@@ -238,7 +239,11 @@ def may_choose(cp: tw.ContextParallel) -> bool:
 
 
 def choose_layouts(
-    cp: tw.ContextParallel, work: HybridWork, name: str, device: str, num_tokens: int | None = None
+    cp: tw.ContextParallel,
+    work: tw.planning.HybridWork,
+    name: str,
+    device: str,
+    num_tokens: int | None = None,
 ) -> None:
     """Take the planner's layouts for a hybrid model. Rank 0 logs which, and why.
 
