@@ -13,7 +13,7 @@ from tilewise_tools.mask_report.view import assigned
 from tilewise_tools.report.drawing import Drawing, Series, Words, axis, bars, lines, log_axis, tiles
 from tilewise_tools.report.page import Figure, TextTable
 from tilewise_tools.report.studies import LONGEST_RING, Placed, Studies, StudyEntry
-from tilewise_tools.report.timeline import LANE_NAMES, LANES, OWN
+from tilewise_tools.report.timeline import LANE_NAMES, LANES
 from tilewise_tools.report.words import CROSS, count, quantity, short, times
 
 THIS = "this plan"
@@ -58,15 +58,15 @@ def _stacked(
 def seconds(entries: Iterable[StudyEntry]) -> Figure:
     """Chart of the parts of each strategy's time."""
     entries = sorted(entries, key=lambda entry: entry.simulation.seconds)
-    seconds_by_entry = [entry.simulation.parts for entry in entries]
+    waiting = [entry.simulation.exposed_seconds for entry in entries]
+    whole = [entry.simulation.seconds for entry in entries]
     parts = {
-        lane: [seconds[lane] for seconds in seconds_by_entry]
-        for lane in OWN
-        if any(seconds[lane] for seconds in seconds_by_entry)
+        "compute": [one - wait for one, wait in zip(whole, waiting, strict=True)],
+        "wait": waiting,
     }
     caption = (
-        "Forward and backward, of the rank that ends last in each pass: what it does adds up to "
-        "the time."
+        "Forward and backward. Waiting for messages is that of the rank that waits longest, as in "
+        "the tables and the card; the rest of the time is computing, copies and merges."
     )
     drawing = _stacked(entries, "time", "s", parts)
     table = TextTable(CELLS, (*map(_cells, entries),))
