@@ -34,7 +34,7 @@ def calibrate(
     ] = None,
 ) -> None:
     """Measure kernels, links, cores and overheads of this machine, and write them as TOML."""
-    with refusing_bad_input():
+    with refusing_bad_input({"world_size": "--world-size", "node_size": "--node-size"}):
         check_writable(output)
         busy = other_work()  # before this command's own ranks add to the load
         with ending_on(RankError, before=""):
