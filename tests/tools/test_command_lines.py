@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ BAD = (
     ("mask causal --world-size 2000", "--world-size (2000) must be from 1 to 1024"),
     (
         "advise --for nobody --model config.json --num-tokens 4K",
-        "--for 'nobody' is not known; take",
+        "--for 'nobody' is not known",
     ),
     ("advise --for megatron --model config.json --num-tokens 4K --ranks 16", "--ranks (16) must"),
     ("fits --model config.json --cp 8 --strategy ring(4)", "is for 4 ranks, but --cp is 8"),
@@ -114,8 +115,7 @@ BAD = (
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for module in ("mine",):  # another test's file of this name
-        monkeypatch.delitem(__import__("sys").modules, module, raising=False)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another test's folder
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mine.py").write_text(CODE)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

@@ -218,9 +218,9 @@ def _distance(best: Candidate) -> str:
     if not distances.least_bytes:
         return text
     hidden = 1 - best.exposed_seconds / best.seconds
+    ratio = quantity(sent_bytes / distances.least_bytes)
     return (
-        f"{text} Its busiest rank sends {as_bytes(sent_bytes)}; with equal shares none can do with "
-        f"less than {as_bytes(distances.least_bytes)}. It is the fastest although it sends "
-        f"{quantity(sent_bytes / distances.least_bytes)} times as much: {hidden:.1%} of its time no rank "
-        "waits for a message."
+        f"{text} Its busiest rank sends {as_bytes(sent_bytes)}, {ratio} times the lower bound of "
+        f"equal shares, {as_bytes(distances.least_bytes)}: {hidden:.1%} of its time no rank waits "
+        "for a message."
     )

@@ -17,6 +17,7 @@ from tilewise_tools.report.timeline import LANE_NAMES, LANES
 from tilewise_tools.report.words import CROSS, count, quantity, short, times
 
 THIS = "this plan"
+BUSY = "compute, copies and merges"
 COLOURS = MappingProxyType(
     {"mesh": 0, "ring": 1, "hybrid": 2, "ulysses": 3, THIS: 4, "double ring": 6, "all-gather": 7}
 )
@@ -43,12 +44,16 @@ CELLS = ("strategy", "plan", "both passes", "waiting")
 
 
 def _stacked(
-    entries: list[StudyEntry], title: str, unit: str, values_by_lane: Mapping[str, list[float]]
+    entries: list[StudyEntry],
+    title: str,
+    unit: str,
+    values_by_lane: Mapping[str, list[float]],
+    lane_names: Mapping[str, str] = LANE_NAMES,
 ) -> Drawing:
     """Lying bars, a name each; parts are values of each entry, by lane."""
     names, series = list(map(_name, entries)), []
     for lane, values in values_by_lane.items():
-        lane_name = LANE_NAMES.get(lane, lane)
+        lane_name = lane_names.get(lane, lane)
         both = zip(entries, values, strict=True)
         notes = [_note(entry, f"{quantity(value, unit)} {lane_name}") for entry, value in both]
         series.append(Series(lane_name, names, values, notes, LANES[lane]))
@@ -68,7 +73,7 @@ def seconds(entries: Iterable[StudyEntry]) -> Figure:
         "Forward and backward. Waiting for messages is that of the rank that waits longest, as in "
         "the tables and the card; the rest of the time is computing, copies and merges."
     )
-    drawing = _stacked(entries, "time", "s", parts)
+    drawing = _stacked(entries, "time", "s", parts, LANE_NAMES | {"compute": BUSY})
     table = TextTable(CELLS, (*map(_cells, entries),))
     return Figure("seconds", "Time by strategy, fastest first", caption, drawing, table)
 
