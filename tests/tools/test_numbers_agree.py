@@ -194,7 +194,7 @@ def test_what_fits_is_the_same_in_text_and_json(tmp_path: Path):
 
 def test_a_parity_page_says_what_its_json_says():
     model, inputs = made(Settings(window=5))
-    split = partial(share, fault="window_ignored")
+    split: Any = partial(share, fault="window_ignored")
     report = tw.parity(model, inputs, split, world_size=2, backend="loopback")
     page, said = parity_page("mine.py:split", 2, report), report.to_json()
     card = facts(page)

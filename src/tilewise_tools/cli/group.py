@@ -8,7 +8,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from tilewise_tools.cli.output import BAD_INPUT, print_error
 
-UsageError = typer.BadParameter.__mro__[1]
+UsageError: Any = typer.BadParameter.__mro__[1]
 """Raised where words cannot be read; typer exports only this subclass of it."""
 
 

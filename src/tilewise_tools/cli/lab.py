@@ -53,7 +53,7 @@ USUAL: Mapping[str, Any] = MappingProxyType(
 )
 
 NAMES: Mapping[str, str] = MappingProxyType(
-    OPTIONS | {"hosts": "--hosts", "ranks_per_host": "--ranks-per-host", "mbit": "--mbit"}
+    {**OPTIONS, "hosts": "--hosts", "ranks_per_host": "--ranks-per-host", "mbit": "--mbit"}
 )
 
 lab_app = typer.Typer(

@@ -64,7 +64,7 @@ class PlanOptions(NamedTuple):
 
 def plan(options: PlanOptions, about: WorkOptions) -> None:
     """Rank the ways to run attention on a cluster by simulated time, and say why the best wins."""
-    with refusing_bad_input(OPTIONS | {"preset": "--preset"}):
+    with refusing_bad_input({**OPTIONS, "preset": "--preset"}):
         machine = read_machine_option(about.machine)
         memory = None if options.memory is None else read_bytes("--memory", options.memory)
         preset = options.preset and Workload.preset(options.preset, options.world_size)
