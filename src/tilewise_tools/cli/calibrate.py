@@ -39,14 +39,20 @@ def calibrate(
         busy = other_work()  # before this command's own ranks add to the load
         with ending_on(RankError, before=""):
             machine = _measured(world_size, Settings(node_size))
-    if busy:
-        machine = replace(machine, source=f"{machine.source} {busy}")
-        print_error(f"tilewise: {busy}")
+    machine = noted(machine, busy)
     if output is None:
         print_plain(machine.to_toml())
         return
     write_output(output, machine.to_toml())
     Console().print(f"{output}: {_summary(machine)}", highlight=False, soft_wrap=True)
+
+
+def noted(machine: Machine, busy: str) -> Machine:
+    """Write into a machine's source that other work disturbed it, and say so; busy as other_work's."""
+    if not busy:
+        return machine
+    print_error(f"tilewise: {busy}")
+    return replace(machine, source=f"{machine.source} {busy}")
 
 
 def _measured(world_size: int | None, settings: Settings) -> Machine:

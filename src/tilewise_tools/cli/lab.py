@@ -20,7 +20,8 @@ from tilewise.workload import volume
 from tilewise_tools.bench.case import BenchCase, LabNetwork, Timing
 from tilewise_tools.bench.our_strategies import Strategy, strategy
 from tilewise_tools.bench.worlds import Blamed, world_on
-from tilewise_tools.calibration.measure import TIMEOUT_SECONDS, Settings, last, on_rank
+from tilewise_tools.calibration.measure import TIMEOUT_SECONDS, Settings, last, on_rank, other_work
+from tilewise_tools.cli.calibrate import noted
 from tilewise_tools.cli.examples import epilog
 from tilewise_tools.cli.group import Commands, OneCommand
 from tilewise_tools.cli.options import (
@@ -142,10 +143,11 @@ def calibrate(
         lab = Lab(hosts, ranks_per_host, mbit=mbit)
         if lab.world_size < 2:
             raise ValueError("one rank has no links to measure; use at least 2 hosts or ranks")
+        busy = other_work()  # before the lab's own ranks add to the load
     settings = Settings(node_size=ranks_per_host, dtypes=("float32",), name="lab")
     with ending_on(LabError, RankError), lab:
         rows = lab.gather_yields(on_rank, settings, timeout_seconds=TIMEOUT_SECONDS)
-        machine = last((steps[0] for steps in rows), print_error)
+        machine = noted(last((steps[0] for steps in rows), print_error), busy)
     if output is None:
         print_plain(machine.to_toml())
     else:
