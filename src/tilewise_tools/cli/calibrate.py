@@ -48,7 +48,7 @@ def calibrate(
 
 
 def noted(machine: Machine, busy: str) -> Machine:
-    """Write into a machine's source that other work disturbed it, and say so; busy as other_work's."""
+    """Add to a machine's source what other_work() said, and print it on the error stream."""
     if not busy:
         return machine
     print_error(f"tilewise: {busy}")
