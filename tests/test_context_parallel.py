@@ -162,7 +162,8 @@ def test_what_auto_chose_is_logged_once_by_the_first_rank(caplog):
         tw.loopback(N, on_rank)
     (record,) = caplog.records
     assert record.message.startswith("strategy='auto' chose ")
-    assert f"for {NUM_TOKENS} tokens on {N} ranks of cpu-gloo" in record.message
+    assert f"for {NUM_TOKENS} tokens on {N} ranks: " in record.message
+    assert "simulated as the fastest on cpu-gloo, " in record.message
 
 
 def test_auto_is_as_fast_as_plans_made_for_the_mask():

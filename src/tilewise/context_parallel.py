@@ -145,6 +145,7 @@ class ContextParallel:
         self._plan = strategy if isinstance(strategy, Plan) else None
         self._backward_plan: Plan | None = None
         self._for_one_mask = False
+        self._reason = ""  # in words, why the plan was taken
         self._gradients: GradientTerms = OwnGradients()
         self._addition = FAST_SUM
         if reduction == "canonical":
@@ -153,7 +154,7 @@ class ContextParallel:
             self._gradients, self._addition = GradientSums(), EXACT_SUM
 
     def __repr__(self) -> str:
-        plan = "auto" if self._plan is None else self._plan.name
+        plan = "auto" if self._plan is None else f"{self._plan.name}{self._reason}"
         layout, within = self._layouts
         attention = "" if within is layout else f", attention on {within!r}"
         return (
@@ -811,16 +812,18 @@ class ContextParallel:
         machine = self.machine or Machine.preset(preset)
         chosen = promising(work, machine, self.world_size)
         plan, backward = chosen.plan, chosen.backward_plan
+        backward_text = "" if backward is plan else f", and {backward.name} for backward,"
+        simulated = f"simulated as the fastest on {machine.name}, {1e3 * chosen.seconds:.3g} ms"
+        if self._plan is None:
+            self._reason = f"{backward_text} by 'auto': {simulated} for both passes"
         if self.rank == 0:
             logging.getLogger("tilewise").info(
-                "strategy='auto' chose %s%s for %d tokens on %d ranks of %s: simulated as the "
-                "fastest, %.3g ms for both passes",
+                "strategy='auto' chose %s%s for %d tokens on %d ranks: %s for both passes",
                 plan.name,
-                "" if backward is plan else f", and {backward.name} for backward,",
+                backward_text,
                 work.num_tokens,
                 self.world_size,
-                machine.name,
-                1e3 * chosen.seconds,
+                simulated,
             )
         return plan, None if backward is plan else backward
 

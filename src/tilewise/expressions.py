@@ -35,12 +35,13 @@ NO_WIRE = "none"
 WIRE = f"As in float8(64) or wires(backward=float8()): {', '.join(WIRES)}; or {NO_WIRE}."
 
 
-def read_plan(text: str, world_size: int | None = None) -> Plan:
+def read_plan(text: str, world_size: int | None = None, ranks_option: str = "--world-size") -> Plan:
     """The plan of a strategy written as a call, or by its name alone.
 
     Args:
         text: "mesh(16, q_tile=4)"; or "ring" where world_size says for how many ranks.
         world_size: must be the plan's, if given.
+        ranks_option: the option that says world_size, for messages.
     Raises:
         ValueError: in one line, saying what can be written.
     """
@@ -51,7 +52,9 @@ def read_plan(text: str, world_size: int | None = None) -> Plan:
     if not isinstance(plan, Plan):
         raise ValueError(f"{text!r} is not a strategy, such as ring(4) or mesh(16, q_tile=4)")
     if world_size not in (None, plan.world_size):
-        raise ValueError(f"{text} is for {plan.world_size} ranks, but --world-size is {world_size}")
+        raise ValueError(
+            f"{text} is for {plan.world_size} ranks, but {ranks_option} is {world_size}"
+        )
     return plan
 
 

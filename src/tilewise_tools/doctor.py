@@ -2,8 +2,10 @@
 
 import platform
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +40,15 @@ EXTRAS = (
     Extra("solver", "ortools", "optimal mesh schedules, to compare plans with"),
     Extra("hf", "transformers", "Hugging Face models"),
 )
+PEERS: Mapping[str, str] = MappingProxyType(
+    {
+        "accelerate": "Trainers of transformers, and ParallelismConfig",
+        "trl": "TRL's trainers: SFT, DPO, GRPO and others",
+        "peft": "adapters of split models",
+        "diffusers": "image and video models",
+    }
+)
+"""Packages that an integration works with, and what for; no extra brings them."""
 
 
 class MissingExtraError(ImportError):
@@ -74,7 +85,7 @@ class Component(NamedTuple):
 
 def examine() -> list[Component]:
     """Versions, devices, kernels, transports and extras. Asking touches no device's memory."""
-    return [*_versions(), *_devices(), *_kernels(), *_transports(), *_extras()]
+    return [*_versions(), *_devices(), *_kernels(), *_transports(), *_extras(), *_peers()]
 
 
 def _versions() -> list[Component]:
@@ -157,3 +168,13 @@ def _extras() -> list[Component]:
         Component("extra", x.module, x.is_here, x.use if x.is_here else f"{x.use}: {x.install}")
         for x in EXTRAS
     ]
+
+
+def _peers() -> list[Component]:
+    components = []
+    for name, use in PEERS.items():
+        try:
+            components.append(Component("peer", name, True, f"{metadata.version(name)}, {use}"))
+        except metadata.PackageNotFoundError:
+            components.append(Component("peer", name, False, f"{use}: pip install {name}"))
+    return components

@@ -64,7 +64,7 @@ def load(text: str) -> Any:
     return getattr(module, name)
 
 
-def plan_of(text: str, world_size: int | None) -> Plan:
+def plan_of(text: str, world_size: int | None, ranks_option: str = "--world-size") -> Plan:
     """The plan that "module:name" names, or that a function of that name makes for so many ranks.
 
     Raises:
@@ -73,11 +73,13 @@ def plan_of(text: str, world_size: int | None) -> Plan:
     loaded = load(text)
     if not isinstance(loaded, Plan):
         if world_size is None:
-            raise ValueError(f"{text} is a function of the number of ranks; add --world-size")
+            raise ValueError(f"{text} is a function of the number of ranks; add {ranks_option}")
         loaded = called(text, loaded, world_size)
     plan = require_type(Plan, text, loaded, "tw.ring(n)")
     if world_size not in (None, plan.world_size):
-        raise ValueError(f"{text} is for {plan.world_size} ranks, not for {world_size}")
+        raise ValueError(
+            f"{text} is for {plan.world_size} ranks, but {ranks_option} is {world_size}"
+        )
     return plan
 
 
@@ -85,8 +87,10 @@ def called(text: str, make: Callable[..., Any], *given: Any) -> Any:
     """Call the function that "module:name" names, and return its result.
 
     Raises:
-        ValueError: if it raises, with its line.
+        ValueError: if it is no function, or if it raises, with its line.
     """
+    if not callable(make):
+        raise ValueError(f"{text} is no function, but {type(make).__name__}")
     try:
         return make(*given)
     except Exception as error:
@@ -96,7 +100,8 @@ def called(text: str, make: Callable[..., Any], *given: Any) -> Any:
 def _said(error: Exception) -> str:
     """An error of code outside, with the line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    at = "" if "importlib" in last.filename else f" ({last.filename}, line {last.lineno})"
+    is_theirs = "importlib" not in last.filename and last.filename != __file__
+    at = f" ({last.filename}, line {last.lineno})" if is_theirs else ""
     return f"{type(error).__name__}: {error}{at}"
 
 

@@ -276,8 +276,8 @@ def test_a_double_ring_gains_what_a_mesh_does_where_every_device_has_a_nic():
     (table,) = controls(replace(WORK, num_heads=32, num_kv_heads=32), MACHINE, n=64)
     found = {(row["machine"].split(", ")[1], row["tokens"], row["method"]): row
              for row in records(table)}  # fmt: skip
-    many = found["nodes of 8 with 8 NICs", "256k", "mesh 8 x 8"]
-    alone = found["nodes of 1 with a NIC", "256k", "mesh 8 x 8"]
+    many = found["nodes of 8 with 8 NICs", "256K", "mesh 8 x 8"]
+    alone = found["nodes of 1 with a NIC", "256K", "mesh 8 x 8"]
     assert many["of which topology"] > 2 and many["of which bytes"] < 1.3
     assert alone["of which topology"] < 1.1 and alone["of which bytes"] > 2
     assert {f"USP, {d} x {64 // d}" for d in (2, 4, 8, 16, 32)} < {method for *_, method in found}

@@ -239,16 +239,16 @@ def test_a_program_prints_an_instruction_a_line():
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11
-def test_a_profiler_sees_each_operation_by_its_pass_and_kind():
+def test_a_profiler_sees_each_operation_by_its_pass_and_label():
     q = torch.randn(4, 2, 8)
     call = {"plan": tw.ring(1), "layout": tw.contiguous(4, 1), "mask": tw.Full()}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
         tw.attention(q, q, q, **call)
         tw.attention(q, q, q, **call)
     sums = {event.key: event.count for event in profiled.key_averages()}
-    assert {key: n for key, n in sums.items() if key.startswith("tilewise ")} == {
-        "tilewise forward attend": 2,
-        "tilewise forward copy": 2,
+    assert {key: n for key, n in sums.items() if key.startswith("tilewise::")} == {
+        "tilewise::fwd compute q0 x kv0": 2,
+        "tilewise::fwd collect out lse": 2,
     }
 
 

@@ -249,10 +249,10 @@ def test_a_profile_shows_the_operations_in_order(plan, monkeypatch):
     def ranges(case: Case) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         case.both_passes()
         return seen.get(threading.get_ident(), []), [
-            (f"tilewise {direction} {type(op).__name__.lower()}", op.label)
-            for direction in ("forward", "backward")
+            (f"tilewise::{direction} {op.label.replace('[0:4]', '')}", op.label)
+            for direction in ("fwd", "bwd")
             for op in bound_code(
-                case.problem, case.transport, case.q[:, None], backward=direction == "backward"
+                case.problem, case.transport, case.q[:, None], backward=direction == "bwd"
             ).code.ops
         ]
 
@@ -260,4 +260,6 @@ def test_a_profile_shows_the_operations_in_order(plan, monkeypatch):
     monkeypatch.setattr(run.profiler, "record_function", Range)
     for shown, labels in on_ranks(plan, tw.zigzag(16, 2), tw.Causal(), ranges):
         assert shown == labels
-        assert ("tilewise backward computedelta", "delta") in labels
+        assert ("tilewise::bwd delta", "delta") in labels
+        assert not any("[" in name for name, _ in shown)
+        assert any("[0:4]" in label for _, label in shown)

@@ -40,7 +40,7 @@ def test_numbers_have_three_digits_and_a_prefix():
     assert [quantity(x, "s") for x in (0.0123, 2e-6, 0, 90)] == ["12.3 ms", "2 µs", "0 s", "90 s"]
     assert [quantity(x, "B") for x in (999_900, 1.5e9, 0.25)] == ["1 MB", "1.5 GB", "0.25 B"]
     assert quantity(float("nan"), "s") == "–"  # noqa: RUF001 - the dash that is shown
-    assert [count(n) for n in (1 << 20, 4096, 1000, 1536)] == ["1M", "4k", "1,000", "1.5k"]
+    assert [count(n) for n in (1 << 20, 4096, 1000, 1536)] == ["1M", "4K", "1,000", "1.5K"]
     assert times(2.345)[:-1] == "2.35"
 
 

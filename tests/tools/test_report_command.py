@@ -46,7 +46,7 @@ def test_options_replace_what_a_plan_file_says_and_are_refused_beside_results(
     code, said = run(plan_file, *words, "-o", page)
     assert code == 0, said
     html, best = page.read_text(), tw.load_candidate(plan_file)
-    assert "Attention over 2k tokens on 8 devices" in html and best.plan.name in html
+    assert "Attention over 2K tokens on 8 devices" in html and best.plan.name in html
     assert "16 query and 4 KV heads" in html and "full mask" in html and "a100x8" in html
     assert best.reason.split(",")[0] not in html and "Over the byte bound" not in html
     results = write_rows(tmp_path / "results.jsonl", many_rows())

@@ -6,6 +6,7 @@ of the call at the beginning of each pass.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -33,6 +34,8 @@ from tilewise.plan.ir import Item
 from tilewise.transport.protocol import Handle, Message, TeamMessages, Transport, as_bytes
 from tilewise.transport.streams import is_capturing
 
+ROWS = re.compile(r"\[[^\]]*\]")
+"""Rows of an item in a label, as in kv0[0:16]."""
 ADOPTING_DEVICES = ("cpu",)
 """Devices on which the first results of a partial stay where the kernel put them."""
 
@@ -182,14 +185,15 @@ class BoundCode:
     def _run_watched(self, tensors: Numbered, work: Pass) -> None:
         """Run all steps, each in a range that a profiler sees, and mark their times.
 
-        A range's name is tilewise, the pass, the operation. Ranges of one name can be summed; which
-        tensors an operation has is the range's argument.
+        A range's name is tilewise, the pass, and the operation's label without its rows, as in
+        "tilewise::fwd compute q0 x kv1": ranges of one name can be summed over steps and layers.
+        The whole label is the range's argument.
         """
-        direction = "backward" if self.code.backward else "forward"
+        prefix = f"tilewise::{'bwd' if self.code.backward else 'fwd'}"
         mark = work.mark or _no_mark
         mark()
         for op, step in zip(self.code.ops, self._steps, strict=True):
-            name = f"tilewise {direction} {type(op).__name__.lower()}"
+            name = f"{prefix} {ROWS.sub('', op.label)}"
             with profiler.record_function(name, op.label):
                 step(tensors, work)
             mark()

@@ -98,15 +98,6 @@ class Simulation:
         return sum(max(use.idle_seconds for use in p.ranks) for p in self._passes)
 
     @property
-    def parts(self) -> dict[str, float]:
-        """Seconds of both passes by what the rank that ends last does: they add up to `seconds`."""
-        last_ranks = [min(p.ranks, key=lambda use: use.idle_seconds) for p in self._passes]
-        compute = sum(use.compute_seconds for use in last_ranks)
-        overhead = sum(use.overhead_seconds for use in last_ranks)
-        wait = max(self.seconds - compute - overhead, 0.0)
-        return {"compute": compute, "copy": overhead, "wait": wait}
-
-    @property
     def bytes_by_link(self) -> dict[str, int]:
         """Bytes that a rank sends at most in both passes over each class of link.
 

@@ -13,6 +13,7 @@ from tilewise_tools.cli.doctor import doctor
 from tilewise_tools.cli.examples import epilog
 from tilewise_tools.cli.explain import explain
 from tilewise_tools.cli.fits import fits_command
+from tilewise_tools.cli.group import Commands, OneCommand
 from tilewise_tools.cli.lab import lab_app
 from tilewise_tools.cli.mask import mask_command
 from tilewise_tools.cli.parity import parity
@@ -22,6 +23,7 @@ from tilewise_tools.cli.show import show_command
 from tilewise_tools.cli.simulate import simulate_command
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -57,6 +59,6 @@ for command in (
     report_command,
     calibrate,
 ):
-    app.command(epilog=epilog(command.__name__))(command)
+    app.command(cls=OneCommand, epilog=epilog(command.__name__))(command)
 app.add_typer(bench_app, name="bench")
 app.add_typer(lab_app, name="lab")

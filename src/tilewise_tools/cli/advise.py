@@ -1,6 +1,7 @@
 """tilewise advise: the best setting that another library can legally run, beside the best plan."""
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from tilewise.planning.advisor import LIBRARIES, Advice, Setting, advise
@@ -23,6 +24,9 @@ from tilewise_tools.cli.output import (
     table_of,
     working,
 )
+from tilewise_tools.report.words import count
+
+NAMES = MappingProxyType({"library": "--for", "ranks": "--ranks", "world_size": "--world-size"})
 
 
 class AdviseOptions(NamedTuple):
@@ -44,7 +48,7 @@ class AdviseOptions(NamedTuple):
 
 def _advise(options: AdviseOptions) -> None:
     """Find the best setting that a library can legally run, its cost, and what it loses."""
-    with refusing_bad_input():
+    with refusing_bad_input(NAMES):
         machine = read_machine_option(options.machine)
         num_tokens = read_count("--num-tokens", options.num_tokens)
         model = read_model(options.model)
@@ -96,7 +100,7 @@ def _print(
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     plain(
-        f"{advice.library}: {num_tokens} tokens on {world_size} devices of {machine.name}, "
+        f"{advice.library}: {count(num_tokens)} tokens on {world_size} devices of {machine.name}, "
         f"{num_layers} attention layers, forward and backward, simulated"
     )
     setting = advice.setting

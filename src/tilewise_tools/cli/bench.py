@@ -4,6 +4,7 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import make_dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -25,6 +26,7 @@ from tilewise_tools.bench.launched import Launched
 from tilewise_tools.bench.results import Results, Row
 from tilewise_tools.bench.rows import PlannedRow
 from tilewise_tools.cli.examples import epilog
+from tilewise_tools.cli.group import Commands, OneCommand
 from tilewise_tools.cli.options import AsJson, command_of, option, read_count, read_machine_option
 from tilewise_tools.cli.output import (
     counted,
@@ -37,8 +39,13 @@ from tilewise_tools.cli.output import (
 )
 from tilewise_tools.lab.site import LabError
 from tilewise_tools.report.bench_cases import ReportCase, cases
+from tilewise_tools.report.words import quantity
 
 INTERRUPTED = 130
+NAMES = MappingProxyType(
+    {name: f"--{name.replace('_', '-')}" for name in FIELDS}
+    | {"strategy": "--strategy", "tokens": "--num-tokens"}
+)
 
 
 def follow(
@@ -69,7 +76,7 @@ def summary(rows: list[Row], path: Path) -> None:
     """The fastest contenders of every case, and how many rows have which outcome."""
     console = table_console()
     table = table_of(
-        *("mask", "tokens", "ranks", "pass", "fastest, ms", "second", "slowest", "not exact"),
+        *("mask", "tokens", "ranks", "pass", "fastest", "second", "slowest", "not exact"),
         no_wrap=False,
     )
     for case in cases(rows):
@@ -85,7 +92,7 @@ def summary(rows: list[Row], path: Path) -> None:
 
 def _line(case: ReportCase) -> list[str]:
     first, ok = case.rows[0], case.done
-    results = [f"{row['contender']} {1000 * row['median_seconds']:.3g}" for row in ok]
+    results = [f"{row['contender']} {quantity(row['median_seconds'], 's')}" for row in ok]
     return [
         first["mask"],
         str(first["num_tokens"]),
@@ -145,7 +152,7 @@ class BenchOptions(NamedTuple):
 
 
 def _bench(kind: str, options: BenchOptions, lists: Any) -> None:
-    with refusing_bad_input(), ExitStack() as stack:
+    with refusing_bad_input(NAMES), ExitStack() as stack:
         launched = Launched.joined() if kind == "strategies" else None
         if launched is not None:
             stack.callback(launched.close)
@@ -189,6 +196,8 @@ def _run(kind: str, options: BenchOptions, lists: Any) -> BenchRun:
         run = preset(kind, "quick" if options.quick else "standard")
     times = {name: getattr(options, name) for name in ("repeats", "warmups", "timeout_seconds")}
     times = {name: value for name, value in times.items() if value is not None}
+    if lists.num_tokens and lists.tokens_per_rank:
+        raise ValueError("--num-tokens and --tokens-per-rank both say how long; give one")
     lists_of_options = {"network": ["limited"] if options.limited else None, "pass": lists.passes}
     if options.draws is not None:
         if lists.seed:
@@ -203,6 +212,7 @@ def _run(kind: str, options: BenchOptions, lists: Any) -> BenchRun:
 
 
 bench_app = typer.Typer(
+    cls=Commands,
     help="Measure kernels and strategies, ours and others', into a results file.",
     no_args_is_help=True,
 )
@@ -216,7 +226,7 @@ def _add(kind: str, about: str, *without: str) -> None:
 
     run.__name__, run.__doc__ = kind, about
     command = command_of(run, BenchOptions, Lists, without=without)
-    bench_app.command(epilog=epilog(f"bench {kind}"))(command)
+    bench_app.command(cls=OneCommand, epilog=epilog(f"bench {kind}"))(command)
 
 
 LAB = "hosts", "ranks_per_host", "mbit", "limited"

@@ -34,19 +34,25 @@ def calibrate(
     ] = None,
 ) -> None:
     """Measure kernels, links, cores and overheads of this machine, and write them as TOML."""
-    with refusing_bad_input():
+    with refusing_bad_input({"world_size": "--world-size", "node_size": "--node-size"}):
         check_writable(output)
         busy = other_work()  # before this command's own ranks add to the load
         with ending_on(RankError, before=""):
             machine = _measured(world_size, Settings(node_size))
-    if busy:
-        machine = replace(machine, source=f"{machine.source} {busy}")
-        print_error(f"tilewise: {busy}")
+    machine = noted(machine, busy)
     if output is None:
         print_plain(machine.to_toml())
         return
     write_output(output, machine.to_toml())
     Console().print(f"{output}: {_summary(machine)}", highlight=False, soft_wrap=True)
+
+
+def noted(machine: Machine, busy: str) -> Machine:
+    """Add to a machine's source what other_work() said, and print it on the error stream."""
+    if not busy:
+        return machine
+    print_error(f"tilewise: {busy}")
+    return replace(machine, source=f"{machine.source} {busy}")
 
 
 def _measured(world_size: int | None, settings: Settings) -> Machine:

@@ -1,6 +1,7 @@
 """tilewise fits: the longest sequence that a model can be trained on, and what takes the memory."""
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from tilewise_tools.cli.options import (
@@ -24,6 +25,12 @@ from tilewise_tools.cli.output import (
 from tilewise_tools.doctor import require
 from tilewise_tools.fits.setting import DTYPES, OFFLOADED, STATES, Setting
 
+NAMES = MappingProxyType(
+    {
+        name: f"--{name.replace('_', '-')}"
+        for name in ("offload", "optimizer", "dtype", "param_dtype")
+    }
+)
 UNKNOWN_MEMORY = 1 << 50  # of a machine that does not say it
 
 
@@ -60,7 +67,7 @@ class FitsOptions(NamedTuple):
 
 def _fits(options: FitsOptions) -> None:
     """Find the longest sequence that fits, or what one takes: every part by its formula."""
-    with refusing_bad_input():
+    with refusing_bad_input(NAMES):
         require("transformers", "tilewise fits")
         # They import transformers' interfaces.
         from tilewise_tools.fits.longest import longest, memory_of
@@ -75,7 +82,7 @@ def _fits(options: FitsOptions) -> None:
             raise ValueError(f"{machine.name} does not say its memory; pass --memory, as in 16GiB")
         plan = None
         if options.strategy is not None:
-            plan = read_plans(options.strategy, options.cp)[0]
+            plan = read_plans(options.strategy, options.cp, ranks_option="--cp")[0]
         setting = Setting(
             machine,
             options.cp,

@@ -20,9 +20,18 @@ from tilewise.workload import volume
 from tilewise_tools.bench.case import BenchCase, LabNetwork, Timing
 from tilewise_tools.bench.our_strategies import Strategy, strategy
 from tilewise_tools.bench.worlds import Blamed, world_on
-from tilewise_tools.calibration.measure import TIMEOUT_SECONDS, Settings, last, on_rank
+from tilewise_tools.calibration.measure import TIMEOUT_SECONDS, Settings, last, on_rank, other_work
+from tilewise_tools.cli.calibrate import noted
 from tilewise_tools.cli.examples import epilog
-from tilewise_tools.cli.options import AsJson, CaseOptions, command_of, option, read_count
+from tilewise_tools.cli.group import Commands, OneCommand
+from tilewise_tools.cli.options import (
+    OPTIONS,
+    AsJson,
+    CaseOptions,
+    command_of,
+    option,
+    read_count,
+)
 from tilewise_tools.cli.output import (
     as_bytes,
     check_writable,
@@ -44,12 +53,18 @@ USUAL: Mapping[str, Any] = MappingProxyType(
     {"heads": "16:16", "head_dim": 32, "mask": "full", "layout": "zigzag", "dtype": "float32"}
 )
 
+NAMES: Mapping[str, str] = MappingProxyType(
+    {**OPTIONS, "hosts": "--hosts", "ranks_per_host": "--ranks-per-host", "mbit": "--mbit"}
+)
+
 lab_app = typer.Typer(
+    cls=Commands,
     help="A network on this machine: hosts as namespaces, NICs of a chosen speed (Linux, root).",
     no_args_is_help=True,
 )
 
 
+TOKENS_PER_RANK = "128"
 Hosts = Annotated[int, option("Network namespaces, each with one NIC.")]
 RanksPerHost = Annotated[int, option("Processes on each host.")]
 Mbit = Annotated[float, option("Speed of a NIC, Mbit/s in each direction.")]
@@ -69,7 +84,10 @@ class LabOptions(NamedTuple):
         ),
     ] = None
     wire: Annotated[list[str] | None, option(f"Of every strategy in turn. {WIRE}")] = None
-    tokens_per_rank: Annotated[str, option("Tokens of each rank, as in 128 or 2K.")] = "128"
+    tokens_per_rank: Annotated[
+        str | None,
+        option("Tokens of each rank, in place of --num-tokens.", show_default=TOKENS_PER_RANK),
+    ] = None
     backward: Annotated[bool, option("Forward and backward, or forward alone.")] = False
     prune: Annotated[bool, option("Leave out what the mask makes needless.")] = True
     repeats: Annotated[int, option("Timed rounds.", min=1)] = 5
@@ -81,7 +99,7 @@ class LabOptions(NamedTuple):
 
 def run(options: LabOptions, about: CaseOptions) -> None:
     """Compare strategies on real sockets: interleaved, a ratio per repeat, bytes at the switch."""
-    with refusing_bad_input():
+    with refusing_bad_input(NAMES):
         case = _case(options, about.filled(USUAL))
         contenders = _contenders(options, case)
     timing = Timing(options.repeats, warmups=0, timeout_seconds=600.0, truth_pairs=1)
@@ -120,26 +138,27 @@ def calibrate(
     output: Annotated[Path | None, option("A machine file.", "--output", "-o")] = None,
 ) -> None:
     """Measure the lab as a machine: kernels, links, overheads; the file is for plan, simulate."""
-    with refusing_bad_input():
+    with refusing_bad_input(NAMES):
         check_writable(output)
         lab = Lab(hosts, ranks_per_host, mbit=mbit)
         if lab.world_size < 2:
             raise ValueError("one rank has no links to measure; use at least 2 hosts or ranks")
+        busy = other_work()  # before the lab's own ranks add to the load
     settings = Settings(node_size=ranks_per_host, dtypes=("float32",), name="lab")
     with ending_on(LabError, RankError), lab:
         rows = lab.gather_yields(on_rank, settings, timeout_seconds=TIMEOUT_SECONDS)
-        machine = last((steps[0] for steps in rows), print_error)
+        machine = noted(last((steps[0] for steps in rows), print_error), busy)
     if output is None:
         print_plain(machine.to_toml())
     else:
         write_output(output, machine.to_toml())
 
 
-lab_app.command("run", epilog=epilog("lab run"))(
-    command_of(run, LabOptions, CaseOptions, without=["num_tokens"], usual=USUAL)
+lab_app.command("run", cls=OneCommand, epilog=epilog("lab run"))(
+    command_of(run, LabOptions, CaseOptions, usual=USUAL)
 )
-lab_app.command("clean", epilog=epilog("lab clean"))(clean_command)
-lab_app.command("calibrate", epilog=epilog("lab calibrate"))(calibrate)
+lab_app.command("clean", cls=OneCommand, epilog=epilog("lab clean"))(clean_command)
+lab_app.command("calibrate", cls=OneCommand, epilog=epilog("lab calibrate"))(calibrate)
 
 
 def _case(options: LabOptions, about: CaseOptions) -> BenchCase:
@@ -150,7 +169,7 @@ def _case(options: LabOptions, about: CaseOptions) -> BenchCase:
     return BenchCase(
         "network",
         about.mask,
-        network.world_size * read_count("--tokens-per-rank", options.tokens_per_rank),
+        _num_tokens(options, about, network.world_size),
         *read_heads(about.heads),
         about.head_dim,
         dtype_name(about.dtype),
@@ -159,6 +178,15 @@ def _case(options: LabOptions, about: CaseOptions) -> BenchCase:
         layout=about.layout,
         network=network,
     )
+
+
+def _num_tokens(options: LabOptions, about: CaseOptions, world_size: int) -> int:
+    if options.tokens_per_rank and about.num_tokens:
+        raise ValueError("--num-tokens and --tokens-per-rank both say how long; give one")
+    if about.num_tokens:
+        return read_count("--num-tokens", about.num_tokens)
+    text = options.tokens_per_rank or TOKENS_PER_RANK
+    return world_size * read_count("--tokens-per-rank", text)
 
 
 def _contenders(options: LabOptions, case: BenchCase) -> list[Strategy]:
@@ -170,7 +198,7 @@ def _contenders(options: LabOptions, case: BenchCase) -> list[Strategy]:
     ]
     for one in strategies:
         if reason := one.supports(case):
-            raise ValueError(reason)
+            raise ValueError(reason.replace("--world-size", "--hosts x --ranks-per-host"))
         (plan, _, backward_plan), work = one.asked(case)
         volume(plan, work, backward_plan)
     return strategies

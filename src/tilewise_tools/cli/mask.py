@@ -1,5 +1,6 @@
 """tilewise mask: one mask drawn and counted."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -15,7 +16,7 @@ from tilewise.arguments import require_range
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.masks.components import row_areas
-from tilewise.masks.lengths import histogram
+from tilewise.masks.patterns import OF_DOCUMENTS
 from tilewise.plan.ir import Plan
 from tilewise.strategies.needed import needed
 from tilewise.strategies.tiled import tiled, tiled_layout
@@ -30,9 +31,10 @@ from tilewise_tools.cli.output import (
 )
 from tilewise_tools.doctor import require
 from tilewise_tools.mask_report.figures import LAYOUTS, MaskCase, imbalance, load
-from tilewise_tools.mask_report.named import CORPUS, Axes, mask_of
+from tilewise_tools.mask_report.named import CORPUS, WINDOWED, Axes, mask_of
 from tilewise_tools.mask_report.view import MaskView, colours, draw, painted, view
 
+DRAWN = tuple(name for name in masks.ALL_NAMES[2:] if name not in WINDOWED)
 SIGNS = "0123456789abcdefghijklmnopqrstuvwxyz"
 NUMBERED = 16
 WHITE = 1.0
@@ -95,7 +97,7 @@ class MaskOptions(NamedTuple):
         str,
         typer.Argument(
             help=f"One of {', '.join(masks.ALL_NAMES)}; or an expression, as in 'causal & "
-            "window(1023, 0)'."
+            "window(1023, 0)'; or FILE.py:name, a mask or a function of num_tokens."
         ),
     ]
     num_tokens: Annotated[str, option(TOKENS)] = "64K"
@@ -104,8 +106,10 @@ class MaskOptions(NamedTuple):
         Literal["balanced", "zigzag", "zigzag_documents", "contiguous", "striped", "tiled"],
         option("Who owns which tokens; with tiled, also who computes which cell."),
     ] = "balanced"
-    seed: Annotated[int, option("Of documents and random parameters.", min=0)] = 0
-    corpus: Annotated[str, option("Of document lengths; or a CSV.")] = CORPUS
+    seed: Annotated[
+        int | None, option("Of a pattern's documents and random parameters.", min=0)
+    ] = None
+    corpus: Annotated[str | None, option("Of a pattern's document lengths; or a CSV.")] = None
     png: Annotated[Path | None, option("Write a picture here instead of text.", dir_okay=False)] = (
         None
     )
@@ -115,7 +119,7 @@ class MaskOptions(NamedTuple):
 def mask(options: MaskOptions) -> None:
     """Draw a mask with rank ownership: as a picture, or as text."""
     name, png = options.name, options.png
-    with refusing_bad_input():
+    with refusing_bad_input({"world_size": "--world-size"}):
         if png:
             require("matplotlib", "tilewise mask --png")
         check_writable(png)
@@ -150,8 +154,14 @@ def _measured(options: MaskOptions) -> tuple[Mask, Layout, Plan | None, dict[str
     n, num_tokens = options.world_size, read_count("--num-tokens", options.num_tokens)
     require_range("--num-tokens", num_tokens, 1, MOST_TOKENS)
     require_range("world_size", n, 1, 1024)
-    histogram(options.corpus)  # refused here, also for masks without documents
-    mask = mask_of(options.name, num_tokens, options.seed, Axes(corpus=options.corpus))
+    words = set(re.findall(r"\w+", options.name))
+    for name, value, patterns in (
+        ("--seed", options.seed, DRAWN),
+        ("--corpus", options.corpus, OF_DOCUMENTS),
+    ):
+        if value is not None and not words & set(patterns):
+            raise ValueError(f"{name} is of patterns that are drawn: {', '.join(patterns)}")
+    mask = mask_of(options.name, num_tokens, options.seed or 0, Axes(corpus=options.corpus))
     case = MaskCase(n, num_tokens, HEADS, HEADS, HEAD_DIM)
     if options.layout == "tiled":
         layout = tiled_layout(mask, num_tokens, n, kv_bytes=case.kv_bytes)
@@ -162,7 +172,8 @@ def _measured(options: MaskOptions) -> tuple[Mask, Layout, Plan | None, dict[str
         plan = needed(mask, layout)
         moves, uneven = load(plan, mask, layout, case)[0], imbalance(mask, layout)
     areas = row_areas(mask, num_tokens)
-    given = options._asdict() | {"png": options.png and str(options.png)}
+    given = options._asdict() | {"seed": options.seed or 0, "png": options.png and str(options.png)}
+    given["corpus"] = options.corpus or CORPUS
     del given["as_json"]
     figures = given | {
         "num_tokens": num_tokens,

@@ -126,7 +126,9 @@ class CaseOptions:
         str | None,
         option(
             f"As in 'causal & window(4095, 0)'. Known: {', '.join(MASKS)}, & and |; or a "
-            f"pattern, drawn with seed 0: {', '.join(masks.ALL_NAMES[2:])}."
+            "pattern, drawn with seed 0: "
+            f"{', '.join(name for name in masks.ALL_NAMES if name not in MASKS)}; or "
+            "FILE.py:name, a mask or a function of num_tokens."
         ),
     ] = None
     layout: Annotated[str | None, option(f"{', '.join(LAYOUTS)} or tiled.")] = None
@@ -151,6 +153,11 @@ class WorkOptions(CaseOptions):
     )
 
 
+OPTIONS: Mapping[str, str] = MappingProxyType(
+    {name: f"--{name.replace('_', '-')}" for name in WorkOptions.__dataclass_fields__}
+    | {"num_heads": "--heads: num_heads", "num_kv_heads": "--heads: num_kv_heads"}
+)
+"""The options of a workload by the names that the library's messages begin with."""
 MACHINE = "h100x8"
 USUAL: Mapping[str, Any] = MappingProxyType({"heads": "32:8", "head_dim": 128, "mask": "causal"})
 SHOWN_USUAL: Mapping[str, Any] = MappingProxyType(
@@ -218,16 +225,25 @@ def layout_of(name: str, mask: Mask, num_tokens: int, n: int) -> Layout:
 
 
 def read_plans(
-    text: str, world_size: int | None, about: WorkOptions | None = None
+    text: str,
+    world_size: int | None,
+    about: WorkOptions | None = None,
+    ranks_option: str = "--world-size",
 ) -> tuple[Plan, Candidate | None]:
     """A strategy's plan, one's own too; or a file's, with its candidate of tilewise plan if any.
 
     Args:
-        about: what a strategy that sees the mask is made for; None: it needs none.
+        about: what a strategy that sees the mask is made for; None: the command knows no mask.
+        ranks_option: the option that says how many ranks there are, for messages.
     """
     aware = next((entry for entry in MASK_AWARE if entry.name == text), None)
     if aware:
-        if about is None or world_size is None:
+        if about is None:
+            raise ValueError(
+                f"{text} sees the mask, which this command does not know; take ring({world_size}), "
+                "or a file of tilewise plan"
+            )
+        if world_size is None:
             raise ValueError(f"{text} needs --world-size, --num-tokens and --mask")
         num_tokens, heads = _num_tokens(about), read_heads(about.heads or USUAL["heads"])
         mask, kv_bytes = mask_of(about.mask or USUAL["mask"], num_tokens), 2 * heads[1] / heads[0]
@@ -238,13 +254,15 @@ def read_plans(
         )
         return aware.plan(mask, layout, kv_bytes), None
     if is_outside(text):
-        return plan_of(text, world_size), None
+        return plan_of(text, world_size, ranks_option), None
     if Path(text).suffix != PLAN_FILE:
-        return read_plan(text, world_size), None
+        return read_plan(text, world_size, ranks_option), None
     loaded = load_plan(text)
     plan, candidate = (loaded, None) if isinstance(loaded, Plan) else (loaded.plan, loaded)
     if world_size not in (None, plan.world_size):
-        raise ValueError(f"{text} is for {plan.world_size} ranks, but --world-size is {world_size}")
+        raise ValueError(
+            f"{text} is for {plan.world_size} ranks, but {ranks_option} is {world_size}"
+        )
     return plan, candidate
 
 

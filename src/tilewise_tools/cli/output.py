@@ -2,11 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from threading import Timer
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import typer
@@ -32,13 +33,19 @@ PATIENCE = 2.0  # seconds without a word where nobody watches a terminal
 
 
 @contextmanager
-def refusing_bad_input() -> Iterator[None]:
+def refusing_bad_input(names: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
     """End with code 2 and the message in one line on ValueError, or where an extra is missing; with
-    code 1 where memory does not do."""
+    code 1 where memory does not do.
+
+    Args:
+        names: options by the names that the library's messages begin with, as in
+            {"world_size": "--world-size"}.
+    """
     try:
         yield
     except (ValueError, MissingExtraError) as error:
-        print_error(f"tilewise: {' '.join(str(error).split())}")
+        first, *others = str(error).split() or [type(error).__name__]
+        print_error(f"tilewise: {' '.join([names.get(first, first), *others])}")
         raise typer.Exit(BAD_INPUT) from None
     except MemoryError as error:
         print_error(f"tilewise: out of memory; take fewer tokens or ranks ({error})")
@@ -179,8 +186,9 @@ def print_plain(text: str) -> None:
 
 
 def as_seconds(seconds: float) -> str:
-    """A time as people compare it, in the unit that suits it: "1.234 ms", "139.6 s"."""
-    return quantity(seconds, "s", figures=4)
+    """A time as people compare it, in the unit that suits it: "1.234 ms", "139.6 s". Less than a
+    picosecond, which is rounding's, is 0 s."""
+    return quantity(seconds if abs(seconds) >= 1e-12 else 0.0, "s", figures=4)
 
 
 def as_bytes(count: float) -> str:

@@ -15,6 +15,7 @@ from tilewise.planning.search import candidate_of, search
 from tilewise.simulation.network import LINKS
 from tilewise.workload import PRESETS, Workload
 from tilewise_tools.cli.options import (
+    OPTIONS,
     SHOWN_USUAL,
     AsJson,
     WorkOptions,
@@ -34,7 +35,7 @@ from tilewise_tools.cli.output import (
     working,
     write_output,
 )
-from tilewise_tools.report.words import quantity
+from tilewise_tools.report.words import count, quantity
 
 SETTING = ("library", "options", "plan", "save", "seconds")
 NARROW = 72  # columns of a terminal under which the table would be cut
@@ -63,7 +64,7 @@ class PlanOptions(NamedTuple):
 
 def plan(options: PlanOptions, about: WorkOptions) -> None:
     """Rank the ways to run attention on a cluster by simulated time, and say why the best wins."""
-    with refusing_bad_input():
+    with refusing_bad_input({**OPTIONS, "preset": "--preset"}):
         machine = read_machine_option(about.machine)
         memory = None if options.memory is None else read_bytes("--memory", options.memory)
         preset = options.preset and Workload.preset(options.preset, options.world_size)
@@ -141,7 +142,8 @@ def _print(
         console.print(text, highlight=False, markup=False, **how)
 
     console.print(
-        f"[bold]{best.world_size} ranks of {best.machine.name}[/]: {work.num_tokens} tokens, "
+        f"[bold]{best.world_size} ranks of {best.machine.name}[/]: "
+        f"{count(work.num_tokens)} tokens, "
         f"{work.num_heads}:{work.num_kv_heads} heads of {work.shown_widths}, {work.dtype}, "
         f"{work.mask!r}, {best.layout.name}"
         + (f", wire {best.wire}" if work.wire else "")
@@ -216,9 +218,9 @@ def _distance(best: Candidate) -> str:
     if not distances.least_bytes:
         return text
     hidden = 1 - best.exposed_seconds / best.seconds
+    ratio = quantity(sent_bytes / distances.least_bytes)
     return (
-        f"{text} Its busiest rank sends {as_bytes(sent_bytes)}; with equal shares none can do with "
-        f"less than {as_bytes(distances.least_bytes)}. It is the fastest although it sends "
-        f"{sent_bytes / distances.least_bytes:.3g} times as much: {hidden:.1%} of its time no rank "
-        "waits for a message."
+        f"{text} Its busiest rank sends {as_bytes(sent_bytes)}, {ratio} times the lower bound of "
+        f"equal shares, {as_bytes(distances.least_bytes)}: {hidden:.1%} of its time no rank waits "
+        "for a message."
     )

@@ -12,6 +12,7 @@ from tilewise.planning.candidate import Candidate
 from tilewise.simulation.machine import Machine
 from tilewise.workload import Workload
 from tilewise_tools.cli.options import (
+    OPTIONS,
     SHOWN_USUAL,
     AsJson,
     WorkOptions,
@@ -72,7 +73,7 @@ def _report(options: ReportOptions, about: WorkOptions) -> None:
     replaces = any(value is not None for value in asdict(about).values())
 
     files, csv = options.files, options.csv
-    with refusing_bad_input():
+    with refusing_bad_input(OPTIONS):
         require("plotly", "tilewise report")
         if folder := next((path for path in files if path.is_dir()), None):
             raise ValueError(f"{folder} is a folder; give a file in it")

@@ -17,8 +17,10 @@ from tilewise.plan.ir import Plan
 from tilewise.plan.json import to_json
 from tilewise.plan.text import show as grid_text
 from tilewise.planning.candidate import Candidate
+from tilewise.strategies.catalog import MASK_AWARE
 from tilewise.workload import Workload
 from tilewise_tools.cli.options import (
+    OPTIONS,
     AsJson,
     PlanText,
     WorkOptions,
@@ -92,6 +94,8 @@ MOST_RANKS = 512  # a grid of this many is a megabyte of text
 
 
 SIZES: Mapping[str, Any] = MappingProxyType({"heads": "8:8", "head_dim": 64, "dtype": "bfloat16"})
+OF_CODE = ("heads", "head_dim", "v_head_dim", "dtype", "wire_dtype", "wire", "save", "reduction")
+"""Options of a workload on which the grid does not depend."""
 USUAL: Mapping[str, Any] = MappingProxyType(
     {
         **SIZES,
@@ -134,14 +138,13 @@ def show(options: ShowOptions, about: WorkOptions) -> None:
     of the workload are for --code and --check.
     """
     rank = options.rank
-    with refusing_bad_input():
+    with refusing_bad_input(OPTIONS):
+        _check_used(options, about)
         eight_a_rank = {"num_tokens": str(8 * (options.world_size or 1))}
         plan, planned = read_plans(options.strategy, options.world_size, about.filled(eight_a_rank))
         if options.check:
             print_plain(checked(_work(plan, planned, about), plan))
             return
-        if options.after is not None and not options.code:
-            raise ValueError("--after names a pass of the compiler; add --code")
         if options.code:
             for line in code_lines(_work(plan, planned, about), plan, options):
                 print_plain(line)
@@ -160,6 +163,25 @@ def show(options: ShowOptions, about: WorkOptions) -> None:
         print_plain(to_json(plan))
     else:
         draw(plan, Console(), rank)
+
+
+def _check_used(options: ShowOptions, about: WorkOptions) -> None:
+    """Refuse options that the command would not use."""
+    if options.code and options.check:
+        raise ValueError("--code and --check both say what is printed; give one")
+    of_work = {OPTIONS[name]: getattr(about, name) is not None for name in OF_CODE}
+    if any(entry.name == options.strategy for entry in MASK_AWARE):
+        del of_work["--heads"]  # the plan is made for them
+    of_listing = {"--backward": options.backward, "--after": options.after is not None}
+    of_grid = {"--json": options.as_json, "--rank": options.check and options.rank is not None}
+    for given_options, is_used, what in (
+        (of_listing, options.code, "a rank's code; add --code"),
+        (of_work, options.code or options.check, "a rank's code; add --code or --check"),
+        (of_grid, not (options.code or options.check), "the grid; leave it out here"),
+    ):
+        for name, is_given in given_options.items():
+            if is_given and not is_used:
+                raise ValueError(f"{name} is of {what}")
 
 
 def _work(plan: Plan, planned: Candidate | None, about: WorkOptions) -> Workload:

@@ -13,10 +13,11 @@ from tilewise_tools.mask_report.view import assigned
 from tilewise_tools.report.drawing import Drawing, Series, Words, axis, bars, lines, log_axis, tiles
 from tilewise_tools.report.page import Figure, TextTable
 from tilewise_tools.report.studies import LONGEST_RING, Placed, Studies, StudyEntry
-from tilewise_tools.report.timeline import LANE_NAMES, LANES, OWN
+from tilewise_tools.report.timeline import LANE_NAMES, LANES
 from tilewise_tools.report.words import CROSS, count, quantity, short, times
 
 THIS = "this plan"
+BUSY = "compute, copies and merges"
 COLOURS = MappingProxyType(
     {"mesh": 0, "ring": 1, "hybrid": 2, "ulysses": 3, THIS: 4, "double ring": 6, "all-gather": 7}
 )
@@ -43,12 +44,16 @@ CELLS = ("strategy", "plan", "both passes", "waiting")
 
 
 def _stacked(
-    entries: list[StudyEntry], title: str, unit: str, values_by_lane: Mapping[str, list[float]]
+    entries: list[StudyEntry],
+    title: str,
+    unit: str,
+    values_by_lane: Mapping[str, list[float]],
+    lane_names: Mapping[str, str] = LANE_NAMES,
 ) -> Drawing:
     """Lying bars, a name each; parts are values of each entry, by lane."""
     names, series = list(map(_name, entries)), []
     for lane, values in values_by_lane.items():
-        lane_name = LANE_NAMES.get(lane, lane)
+        lane_name = lane_names.get(lane, lane)
         both = zip(entries, values, strict=True)
         notes = [_note(entry, f"{quantity(value, unit)} {lane_name}") for entry, value in both]
         series.append(Series(lane_name, names, values, notes, LANES[lane]))
@@ -58,17 +63,17 @@ def _stacked(
 def seconds(entries: Iterable[StudyEntry]) -> Figure:
     """Chart of the parts of each strategy's time."""
     entries = sorted(entries, key=lambda entry: entry.simulation.seconds)
-    seconds_by_entry = [entry.simulation.parts for entry in entries]
+    waiting = [entry.simulation.exposed_seconds for entry in entries]
+    whole = [entry.simulation.seconds for entry in entries]
     parts = {
-        lane: [seconds[lane] for seconds in seconds_by_entry]
-        for lane in OWN
-        if any(seconds[lane] for seconds in seconds_by_entry)
+        "compute": [one - wait for one, wait in zip(whole, waiting, strict=True)],
+        "wait": waiting,
     }
     caption = (
-        "Forward and backward, of the rank that ends last in each pass: what it does adds up to "
-        "the time."
+        "Forward and backward. Waiting for messages is that of the rank that waits longest, as in "
+        "the tables and the card; the rest of the time is computing, copies and merges."
     )
-    drawing = _stacked(entries, "time", "s", parts)
+    drawing = _stacked(entries, "time", "s", parts, LANE_NAMES | {"compute": BUSY})
     table = TextTable(CELLS, (*map(_cells, entries),))
     return Figure("seconds", "Time by strategy, fastest first", caption, drawing, table)
 

@@ -23,7 +23,7 @@ LANES = MappingProxyType(
 LANE_NAMES = MappingProxyType(
     {
         **{"copy": "copy and merge", "inside": "inside the node"},
-        **{"between": "between nodes", "across": "between racks"},
+        **{"between": "between nodes", "across": "between racks", "wait": "waiting"},
     }
 )
 
@@ -142,7 +142,7 @@ def timeline_figure(simulation: Simulation) -> Figure:
         ("Both passes", 0.0, timeline_bars.end),
     )
     rows = tuple(_row(simulation, *rank) for rank in timeline_bars.ranks)
-    header = ("rank", "ranks like it", "compute", "copy and merge", "wait", "idle", "sent")
+    header = ("rank", "ranks like it", "compute", "copy and merge", "waiting", "idle", "sent")
     table = TextTable(header, rows)
     title = "Timeline per rank, forward then backward"
     return Figure("timeline", title, caption, _drawn(timeline_bars), table, jumps)

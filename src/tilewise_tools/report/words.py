@@ -36,12 +36,12 @@ def quantity(value: float, unit: str = "", figures: int = 3) -> str:
 
 def times(ratio: float) -> str:
     """A ratio with its cross, as in 2.3 times."""
-    return f"{ratio:.2f}{CROSS}" if ratio < 10 else f"{ratio:.3g}{CROSS}"
+    return f"{ratio:.2f}{CROSS}" if ratio < 10 else f"{quantity(ratio)}{CROSS}"
 
 
 def count(number: int) -> str:
-    """Tokens or devices: powers of two in their short form, as in "256k" for 262144."""
-    for power, letter in ((30, "G"), (20, "M"), (10, "k")):
+    """Tokens or devices: powers of two in their short form, as in "256K" for 262144."""
+    for power, letter in ((30, "G"), (20, "M"), (10, "K")):
         if number >= 1 << power and number % (1 << power - 2) == 0:
             return f"{number / (1 << power):g}{letter}"
     return f"{number:,}"

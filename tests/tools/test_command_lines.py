@@ -1,0 +1,147 @@
+"""Command lines, good and bad: how they end, what they say, and what they leave behind."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import tilewise as tw
+from tilewise_tools.cli import app
+
+CODE = """
+import tilewise as tw
+
+plan = tw.ring(4)
+mask = tw.Causal() & tw.Window(63, 0)
+number = 3
+
+
+def ring(world_size):
+    return tw.ring(world_size)
+
+
+def causal(num_tokens):
+    return tw.Causal()
+"""
+CONFIG = {
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64},
+    **{"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8},
+    **{"num_key_value_heads": 4, "vocab_size": 100, "max_position_embeddings": 131072},
+}
+FILES = {"mine.py", "config.json", "plan.json", "results.jsonl"}
+
+GOOD = (
+    ("show ring(4)", "rank 3"),
+    ("show mine.py:plan", "rank 3"),
+    ("show mine.py:ring --world-size 3 --rank 2", "rank 2"),
+    ("show ring(2) --mask mine.py:mask --num-tokens 1K", "rank 1"),
+    ("show needed --world-size 2 --num-tokens 1K --heads 8:2", "needed(Causal()"),
+    ("show ring(2) --check --heads 4:4", "every pair is computed once"),
+    ("show ring(2) --code --backward --rank 1 --dtype float32", "workspace:"),
+    ("simulate mine.py:plan --num-tokens 4K --mask mine.py:causal", "on 4 ranks of h100x8"),
+    ("simulate plan.json --num-tokens 4K --machine a100x8", "on 2 ranks of a100x8"),
+    ("simulate ring(8) --num-tokens 2M --machine cpu-gloo", " s "),
+    ("plan --world-size 2 --num-tokens 2K --strategy mine.py:ring", "2K tokens"),
+    ("mask mine.py:mask --num-tokens 1K --world-size 2", "1,024 tokens on 2 ranks"),
+    ("mask causal_document --num-tokens 1K --seed 3 --corpus pile", "1,024 tokens on 8 ranks"),
+    ("advise --for megatron --model config.json --num-tokens 8K --world-size 4", "8K tokens on 4"),
+    ("doctor", "diffusers"),
+    ("fits -h", "Examples:"),
+)
+
+BAD = (
+    ("frobnicate", "No such command 'frobnicate'; see"),
+    ("simulate", "Missing argument 'plan'; see"),
+    ("simulate ring(4) --length 4K", "No such option: --length"),
+    ("simulate ring(4) --num-tokens", "--num-tokens"),
+    ("simulate ring(4)", "--num-tokens is missing; give the length of the sequence, as in 128K"),
+    ("simulate ring(4) --num-tokens 4Q", "--num-tokens ('4Q') must be a number such as 4096, 128K"),
+    ("simulate ring(4) --num-tokens 4K --heads 3:2", "--heads: num_heads (3) must be a multiple"),
+    ("simulate ring(4) --num-tokens 4K --heads 8x2", "--heads ('8x2') must be query:KV heads such"),
+    ("simulate ring(4) --num-tokens 4K --head-dim 0", "'--head-dim': "),
+    ("simulate ring(4) --num-tokens 4K --dtype int8", "--dtype ('int8') must be 'float64', "),
+    ("simulate ring(4) --num-tokens 4K --save often", "--save ('often') must be 'replay' or"),
+    ("simulate ring(4) --num-tokens 4K --mask nothing", "--mask 'nothing' is not known; take one"),
+    ("simulate ring(4) --num-tokens 4K --wire none --mask mine.py:number", "no function, but int"),
+    ("simulate ring(4) --num-tokens 4K --machine fast", "--machine ('fast') is neither a preset"),
+    ("simulate ring(4) --num-tokens 4K --world-size 8", "but --world-size is 8"),
+    ("simulate ring(4) --num-tokens 4K --trace made/t.json", "made is no folder; make it, or"),
+    ("simulate mine.py:ring --num-tokens 4K", "add --world-size"),
+    ("simulate mine.py:nothing --num-tokens 4K", "mine.py has no 'nothing'; it has"),
+    ("show ring(4) --heads 8:8", "--heads is of a rank's code; add --code or --check"),
+    ("show ring(4) --backward", "--backward is of a rank's code; add --code"),
+    ("show ring(4) --after tiles", "--after is of a rank's code; add --code"),
+    ("show ring(4) --check --json", "--json is of the grid"),
+    ("show ring(4) --check --rank 1", "--rank is of the grid"),
+    ("show ring(4) --layout zigzag", "pruned by --mask; add it"),
+    ("show ring(4) --rank 4", "--rank (4) must be from 0 to 3"),
+    ("plan --world-size 4 --num-tokens 4K --memory 1X", "--memory ('1X') must be a number of"),
+    ("plan --world-size 4 --num-tokens 4K -o made/plan.json", "made is no folder; make it, or"),
+    ("plan --world-size 4 --preset radio", "--preset 'radio' is not known; take one of"),
+    ("mask causal --num-tokens 1K --seed 3", "--seed is of patterns that are drawn: "),
+    ("mask sliding_window --num-tokens 1K --corpus pile", "--corpus is of patterns that are drawn"),
+    ("mask causal --layout round", "'--layout': "),
+    ("mask causal --world-size 2000", "--world-size (2000) must be from 1 to 1024"),
+    (
+        "advise --for nobody --model config.json --num-tokens 4K",
+        "--for 'nobody' is not known",
+    ),
+    ("advise --for megatron --model config.json --num-tokens 4K --ranks 16", "--ranks (16) must"),
+    ("fits --model config.json --cp 8 --strategy ring(4)", "is for 4 ranks, but --cp is 8"),
+    ("fits --model config.json --cp 2 --strategy tiled", "tiled sees the mask"),
+    ("fits --model config.json --offload all", "--offload 'all' is not known; take one of"),
+    ("report plan.json --num-tokens 0 -o made/p.html", "--num-tokens ('0') must be a number"),
+    ("report plan.json --num-tokens 4K --heads 3:2 -o made/p.html", "--heads: num_heads (3) must"),
+    ("report results.jsonl --num-tokens 4K -o made/p.html", "options such as --num-tokens"),
+    ("report plan.json --csv made/rows.csv -o made/p.html", "--csv writes a benchmark's rows"),
+    ("bench strategies --quick --num-tokens 2K --tokens-per-rank 1K", "--tokens-per-rank both say"),
+    ("bench strategies --quick --cases cases.toml", "--quick and --cases both say what to run"),
+    ("bench strategies --quick --mask causal --window 64", "window is of sliding_window"),
+    ("bench kernels --quick --strategy ring", "No such option: --strategy"),
+    ("lab run --hosts 0", "--hosts (0) must be from 1 to 250"),
+    ("lab run --hosts 2 --num-tokens 2K --tokens-per-rank 1K", "both say how long; give one"),
+    ("lab run --hosts 2 --strategy ring(4)", "is for 4 ranks, but --hosts x --ranks-per-host is 2"),
+    ("calibrate --world-size 1 -o m.toml", "--world-size (1) must be from 2 to 64"),
+    ("calibrate --world-size 4 --node-size 3 -o m.toml", "--node-size (3) must divide"),
+    ("demo --world-size 17", "--world-size (17) must be from 1 to 16"),
+    ("explain nowhere -o made/p.html", "made is no folder; make it, or write p.html elsewhere"),
+    ("parity mine.py:number --html p.html", "must be FILE.py:NAME of a function"),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another test's folder
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine.py").write_text(CODE)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "plan.json").write_text(tw.ring(2).to_json())
+    (tmp_path / "results.jsonl").write_text('{"contender": "ring"}\n')
+    return tmp_path
+
+
+def left_behind(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.name != "__pycache__"} - FILES
+
+
+@pytest.mark.parametrize(("line", "words"), GOOD)
+def test_good_command_lines_end_well(line: str, words: str, folder: Path):
+    ended = CliRunner().invoke(app, line.split())
+    assert ended.exit_code == 0, ended.stderr
+    assert words in " ".join(ended.stdout.split()) or words in ended.stdout
+    assert not re.search(r"\de[+-]\d", ended.stdout)  # a unit in place of an exponent
+    assert left_behind(folder) == set()
+
+
+@pytest.mark.parametrize(("line", "words"), BAD)
+def test_bad_command_lines_end_in_one_line_and_leave_nothing(line: str, words: str, folder: Path):
+    ended = CliRunner().invoke(app, line.split())
+    assert ended.exit_code == 2
+    assert words in ended.stderr
+    assert ended.stderr.startswith("tilewise: ") and ended.stderr.count("\n") == 1
+    assert ended.stdout == ""
+    assert left_behind(folder) == set()
