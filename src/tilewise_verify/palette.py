@@ -6,6 +6,7 @@ measures it. What stands on a colour is written in `ink_on` of it.
 """
 
 from types import MappingProxyType
+from typing import Any
 
 SERIES = (
     ("#0066e1", "#2885fe"),
@@ -71,6 +72,27 @@ def variables() -> str:
         f":root {{ color-scheme: light dark; {light}}}\n"
         f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark}}} }}\n"
     )
+
+
+def chart_style() -> dict[str, Any]:
+    """Return settings of matplotlib (rc_context) that give a chart the looks of a page."""
+    ink, quiet, line, frame = (GROUNDS[name][0] for name in ("ink", "quiet", "line", "frame"))
+    shades = ", ".join(repr(light) for light, _ in SERIES)
+    return {
+        "font.family": "sans-serif",
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "axes.titleweight": "bold",
+        "axes.edgecolor": frame,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.prop_cycle": f"cycler('color', [{shades}])",
+        "grid.color": line,
+        "xtick.color": quiet,
+        "ytick.color": quiet,
+    }
 
 
 def rgb(colour: str) -> tuple[float, float, float]:

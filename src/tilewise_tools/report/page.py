@@ -88,7 +88,7 @@ def written(page: Page) -> str:
     scripts: list[str] = []
     before = ""
     if any(isinstance(figure.drawing, Drawing) for figure in figures):
-        require("plotly", "a report's charts")
+        require("plotly", "a report's page")
         from plotly.offline import get_plotlyjs
 
         scripts = [get_plotlyjs().replace("\r\n", "\n"), _resource("page.js")]

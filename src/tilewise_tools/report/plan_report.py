@@ -76,13 +76,15 @@ def subject_of(candidate: Candidate) -> ReportedPlan:
         )
         for row in candidate.rows
     )
+    has_two = any(row.backward_plan != row.plan for row in candidate.rows)
+    width = len(RANKED) if has_two else len(RANKED) - 1
     return ReportedPlan(
         candidate.plan,
         candidate.own_work,
         candidate.machine,
         candidate.backward_plan,
         candidate.reason,
-        TextTable(RANKED, rows) if rows else None,
+        TextTable(RANKED[:width], tuple(row[:width] for row in rows)) if rows else None,
         *candidate.distances,
         candidate.peak_bytes,
         ties,
