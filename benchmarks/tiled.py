@@ -22,8 +22,8 @@ import numpy as np
 
 import tilewise as tw
 from tilewise_tools.doctor import require
-from tilewise_verify.palette import chart_style, rank_colours
 from tilewise_tools.mask_report.figures import moved
+from tilewise_verify.palette import chart_style, rank_colours
 
 RANKS = (8, 16, 32, 48, 64, 96, 128, 256)
 HEADS = ((64, 64), (64, 16), (64, 8))  # query heads, KV heads: MHA, 32:8 as well, 64:8

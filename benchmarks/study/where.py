@@ -265,7 +265,8 @@ def picture(rows: list[tuple[Value, ...]], path: Path) -> None:
             axes.grid(visible=False)
         steps = [_fill(STRONGEST ** (i / 255), True) for i in range(256)]
         scale = ScalarMappable(LogNorm(1, STRONGEST), ListedColormap(steps))
-        label = "times faster than the best of ring, all-gather, double ring, Ulysses, USP; grey: no gain"
+        label = "times faster than the best of ring, all-gather, double ring, Ulysses, USP"
+        label += "; grey: no gain"
         ticks = (1, 1.25, 1.5, 2, 2.5, 3)
         bar = canvas.colorbar(scale, ax=panels, label=label, ticks=ticks, extend="max")
         bar.ax.set_yticklabels([f"{tick:g}" for tick in ticks])

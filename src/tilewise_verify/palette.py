@@ -1,8 +1,8 @@
 """The colours of every picture: pages, PNG, SVG and terminals take theirs from here.
 
-Any two colours of one list are at least 10 apart (CIEDE2000), to the usual eye and to deutan, protan
-and tritan eyes (Machado, Oliveira and Fernandes 2009, severity 1); `tests/tools/test_palette.py`
-measures it. What stands on a colour is written in `ink_on` of it.
+Any two colours of one list are at least 10 apart (CIEDE2000), to the usual eye and to deutan,
+protan and tritan eyes (Machado, Oliveira and Fernandes 2009, severity 1). What stands on a colour
+is written in `ink_on` of it. `tests/tools/test_palette.py` measures both.
 """
 
 from types import MappingProxyType
@@ -26,11 +26,11 @@ RANKS = (
 """Areas that belong to a rank; `rank_colours` goes on after the last."""
 RAMP = ("#0e4a8a", "#4a90dc", "#a6cff5", "#eaf3fd")
 """Areas from best to worst."""
-ENDS = ("#8b0037", "#c8641e", "#f2b84b", "#9b9b9b")
+FAULTS = ("#8b0037", "#c8641e", "#f2b84b", "#9b9b9b")
 """Areas of what is no figure: wrong, failed, out of memory, unsupported; apart from RAMP too."""
 NEUTRAL = "#c9ced6"  # an area with nothing to tell; apart from the first five of SERIES
 ATTENDED, FORBIDDEN, MISSED = "#3f72b6", "#c0392b", "#f6d724"
-"""Pairs of a table: attended rightly, attended although forbidden, not attended although allowed."""
+"""Pairs of a table: attended rightly, attended but forbidden, allowed but not attended."""
 EMPTY = "#f4f4f4"  # pairs that nobody attends to
 GROUNDS = MappingProxyType(
     {
@@ -44,7 +44,7 @@ GROUNDS = MappingProxyType(
         "soft": ("#eef2f9", "#1f2a37"),
     }
 )
-"""Of a page: its ground, cards on it, ink, quieter ink, grid lines, frames, links; light and dark."""
+"""Colours of a page's ground, cards, ink, quieter ink, grid lines, frames, links: light, dark."""
 ROUND, PALER, ROUNDS = 3, 0.12, 16  # of ranks after the last colour
 
 

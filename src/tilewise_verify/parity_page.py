@@ -16,7 +16,8 @@ HEAD = f"""<!DOCTYPE html>
   color: var(--ink); background: var(--ground);
 }}
 pre {{ white-space: pre-wrap; overflow-wrap: anywhere; background: var(--card); padding: 0.8em }}
-h2 {{ font-size: 1.05em; border-top: 1px solid var(--line); padding-top: 1em; overflow-wrap: anywhere }}
+h2 {{ font-size: 1.05em; border-top: 1px solid var(--line); padding-top: 1em }}
+h2, figcaption {{ overflow-wrap: anywhere }}
 figure {{ margin: 0; break-inside: avoid }}
 svg {{ max-width: 100%; height: auto }}
 </style></head><body>

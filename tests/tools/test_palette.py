@@ -42,9 +42,7 @@ def lab(colours: list[str], sight: str) -> Array:
     seen = np.clip(linear @ np.array(SIGHTS[sight]).T, 0, 1)
     t = seen @ np.array(XYZ).T / WHITE
     f = np.where(t > 216 / 24389, np.cbrt(t), (24389 / 27 * t + 16) / 116)
-    return np.stack(
-        [116 * f[:, 1] - 16, 500 * (f[:, 0] - f[:, 1]), 200 * (f[:, 1] - f[:, 2])], -1
-    )
+    return np.stack([116 * f[:, 1] - 16, 500 * (f[:, 0] - f[:, 1]), 200 * (f[:, 1] - f[:, 2])], -1)
 
 
 def ciede2000(a: Array, b: Array) -> Array:
@@ -101,7 +99,7 @@ def test_the_distance_is_that_of_its_papers_examples(a: tuple, b: tuple, wanted:
         [light for light, _ in palette.SERIES],
         [dark for _, dark in palette.SERIES],
         [*palette.RANKS],
-        [*palette.RAMP, *palette.ENDS],
+        [*palette.RAMP, *palette.FAULTS],
         [palette.NEUTRAL, *(light for light, _ in palette.SERIES[:5])],
         [palette.ATTENDED, palette.FORBIDDEN, palette.MISSED, palette.EMPTY],
     ],
@@ -144,7 +142,7 @@ def test_cells_of_two_ranks_side_by_side_are_told_apart(plan: tw.Plan):
 def test_what_stands_on_a_colour_can_be_read():
     steps = ("00", "33", "66", "77", "99", "cc", "ff")
     every = ["#" + "".join(parts) for parts in product(steps, repeat=3)]
-    for colour in (*every, *palette.RANKS, *palette.RAMP, *palette.ENDS, palette.NEUTRAL):
+    for colour in (*every, *palette.RANKS, *palette.RAMP, *palette.FAULTS, palette.NEUTRAL):
         assert contrast(ink_on(colour), colour) >= 4.5, colour
 
 

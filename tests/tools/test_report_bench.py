@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.report_pages import hostile_pages, many_rows, row, write_rows
+from support.report_pages import chart, hostile_pages, many_rows, row, write_rows
 
 import tilewise as tw
 from benchmarks.longca import read_csv
@@ -44,16 +44,16 @@ def grid_of(figure: Figure) -> dict[tuple[str, str], tuple[str, str]]:
     cells = figure.drawing
     assert isinstance(cells, Cells)
     found = {}
-    for row, line in zip(cells.rows, cells.lines, strict=True):
-        for column, (level, text, _) in zip(cells.columns, line, strict=True):
-            names = (row, column) if row in MASKS else (column, row)
+    for down, line in zip(cells.rows, cells.lines, strict=True):
+        for across, (level, text, _) in zip(cells.columns, line, strict=True):
+            names = (down, across) if down in MASKS else (across, down)
             found[names] = (cells.levels[level][0] if level >= 0 else "", text)
     return found
 
 
 def bars_of(figure: Figure) -> dict[str, dict[str, float]]:
     """Values by name and series."""
-    bars = [trace for trace in figure.drawing.data if trace["type"] == "bar"]
+    bars = [trace for trace in chart(figure).data if trace["type"] == "bar"]
     return {bar["name"]: dict(zip(bar["y"], bar["x"], strict=True)) for bar in bars}
 
 
@@ -146,7 +146,7 @@ def test_speeds_are_compared_within_a_mask_and_memory_within_a_case():
     figure = memory(rows, colours)
     assert figure is not None
     assert list(bars_of(figure).items()) == [("b", {"b": 200}), ("a", {"a": 300})]
-    assert "planned 190 B" in figure.drawing.data[0]["hovertext"][0]
+    assert "planned 190 B" in chart(figure).data[0]["hovertext"][0]
     assert memory([row("a")], colours) is speeds("kernels", cases([row("a")]), colours) is None
 
 

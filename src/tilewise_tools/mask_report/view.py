@@ -151,7 +151,8 @@ def draw(mask_view: MaskView, n: int, title: tuple[str, ...], path: Path) -> Non
     for i, line in enumerate(title):
         y = 1 - (0.17 + 0.2 * i) / height
         weight, size = ("bold", 9) if i == 0 else ("normal", 7)
-        figure.text(0.5, y, line, ha="center", va="center", fontsize=size, fontweight=weight, color=INK)
+        looks = {"fontsize": size, "fontweight": weight, "color": INK}
+        figure.text(0.5, y, line, ha="center", va="center", **looks)
     names = {"fontsize": 7.5, "color": QUIET, "ha": "center", "va": "center"}
     last = f"token 0 to {mask_view.edges[-1] - 1:,}"
     middle = (LEFT + side / 2 + STRIP * TABLE) / INCHES

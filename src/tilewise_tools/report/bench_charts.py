@@ -20,7 +20,7 @@ from tilewise_tools.report.bench_cases import (
 from tilewise_tools.report.drawing import Series, axis, bars, heat_map, lines, log_axis
 from tilewise_tools.report.page import Figure, TextTable
 from tilewise_tools.report.words import count, quantity, times
-from tilewise_verify.palette import ENDS, RAMP
+from tilewise_verify.palette import FAULTS, RAMP
 
 LEVELS = tuple(
     zip(
@@ -29,7 +29,7 @@ LEVELS = tuple(
             *("slower still", "wrong results", "failed or timed out", "out of memory"),
             "unsupported",
         ),
-        (*RAMP, *ENDS),
+        (*RAMP, *FAULTS),
         strict=True,
     )
 )
@@ -121,10 +121,11 @@ def winner(some_cases: Iterable[ReportCase]) -> Winner | None:
     best = min(wins, key=lambda name: (-wins[name], ratios[name]))
     library = {row["contender"]: row.get("library") for case in done_cases for row in case.done}
     others = [name for name in ratios if library[name] and library[name] not in OURS]
-    other = min(others, key=lambda name: ratios[name], default=None)
+    others.sort(key=lambda name: ratios[name])
+    other = (others[0], ratios[others[0]]) if others else None
     close = (name for name in ratios if name != best and ratios[name] <= BOUNDS[0] * ratios[best])
     ties = tuple(sorted(close, key=lambda name: ratios[name]))
-    return Winner(best, wins[best], len(done_cases), ties, other and (other, ratios[other]))
+    return Winner(best, wins[best], len(done_cases), ties, other)
 
 
 def winners(by_kind: Mapping[str, list[ReportCase]]) -> TextTable:

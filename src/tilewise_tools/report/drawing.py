@@ -253,7 +253,7 @@ def tiles(table: np.ndarray, rows: Sequence[int], columns: Sequence[int]) -> Dra
         "z": places,
         "customdata": table,
         "text": np.where(table < 0, "", table.astype(str)) if numbered else None,
-                "x": columns,
+        "x": columns,
         "y": rows,
         "zmin": -1.5,
         "zmax": len(ranks) - 0.5,

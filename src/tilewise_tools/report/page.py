@@ -17,7 +17,6 @@ from tilewise_tools.report.drawing import Cells, Drawing, as_texts
 from tilewise_tools.report.words import NOTHING
 from tilewise_verify.palette import SERIES, ink_on, variables
 
-
 LONGEST_NUMBER = 24  # letters of a number with its unit
 
 

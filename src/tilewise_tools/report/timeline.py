@@ -173,9 +173,10 @@ def timeline_figure(simulation: Simulation, names: Mapping[int, str] = NO_NAMES)
 
 
 HOW_TO_READ = (
-    "Thick bars are the rank itself: it computes (merging included), copies and merges, or waits. Thin "
-    "bars are its messages on each kind of link. A good plan has little waiting: messages end while "
-    "something is computed. Shown: {}; first the first steps, and by the buttons or by dragging others."
+    "Thick bars are the rank itself: it computes (merging included), copies and merges, or waits. "
+    "Thin bars are its messages on each kind of link. A good plan has little waiting: messages end "
+    "while something is computed. Shown: {}; first the first steps, others by the buttons or by "
+    "dragging."
 )
 
 
