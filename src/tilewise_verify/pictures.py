@@ -52,7 +52,7 @@ def drawn(got: Array, wanted: Array, title: str = "") -> str:
     key = [
         f'<rect x="{LEFT}" y="{below + LINE * line - 1}" width="12" height="12" '
         f'fill="{KINDS[i][0]}"/><text x="{LEFT + 18}" y="{below + LINE * line + 9}">{words}</text>'
-        for line, (i, words) in enumerate(counts, 1)
+        for line, (i, words) in enumerate((one for one in counts if (kinds == one[0]).any()), 1)
     ]
     wide, high = LEFT + PIXELS + 2, below + 4 * LINE
     middle = LEFT + PIXELS / 2, tall / 2
