@@ -343,7 +343,7 @@ def test_the_map_keeps_its_rows_and_says_what_is_gained(
         "MASKS": ("causal", "causal_document"),
         "HEADS": ((8, 8),),
         "LEFT_HEADS": ((5, 5),),
-        "TOKENS": (1 << 9,),
+        "TOKENS": {"causal": (1 << 9,), "causal_document": (1 << 9,)},
         "DEVICES": {"causal": 16, "causal_document": 8},
         "LINKS": {"causal": (25,), "causal_document": (25,)},
     }.items():

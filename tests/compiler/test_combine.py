@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 from collections.abc import Callable, Iterator
 from itertools import count, product
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from tilewise.compiler.draft import AttendTile, Draft, Held
 from tilewise.compiler.facts import WAITING_RESULTS
 from tilewise.compiler.ops import Attend, Combine, Copy
 from tilewise.compiler.passes import split_calls
+from tilewise.compiler.passes.combine import _Combiner
 from tilewise.execution import forward_backward, run
 from tilewise.plan.ir import Tile
 from tilewise.plan.payload import Field
@@ -149,6 +151,23 @@ def test_what_waits_is_memory_until_it_is_combined():
     result = (1 << 12) * 8 * (64 * 2 + 4)
     assert before.made_bytes == 0
     assert now.made_bytes == 4 * result  # all four wait, and are combined into the call's result
+
+
+def test_twice_as_many_documents_are_twice_as_much_work(monkeypatch: pytest.MonkeyPatch):
+    """Where each has pieces on all ranks, thousands of results are added to a partial."""
+    profile = cProfile.Profile()
+    rewrite = _Combiner.rewrite
+    monkeypatch.setattr(_Combiner, "rewrite", lambda self: profile.runcall(rewrite, self))
+
+    def calls(documents: int) -> int:
+        profile.clear()
+        cu_seqlens = range(0, 64 * documents + 1, 64)
+        mask, layout = tw.masks.causal_document(cu_seqlens), tw.zigzag_documents(cu_seqlens, 4)
+        work = tw.Workload(64 * documents, 4, 4, 16, mask=mask, layout=layout)
+        tw.ulysses(4).code(work, 0, device="cuda")
+        return sum(row.callcount for row in profile.getstats())
+
+    assert calls(64) < 2.5 * calls(32)
 
 
 @pytest.mark.parametrize("plan", [x for x in plans(4) if not x.replicated_queries][::7], ids=repr)

@@ -12,10 +12,12 @@ then a partial is read and written again for every call, which a GPU's memory is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from tilewise.compiler.draft import AttendTile, Draft, DraftOp, View
 from tilewise.compiler.facts import Facts
@@ -45,9 +47,11 @@ class PartialSum:
         blank: the fill that would make it one that nothing was added to.
         waiting: what was added, and is not combined yet.
         summed: rows whose sum lies in the partial's own memory.
+        parts: of each row, how many results and sums it is the sum of.
     """
 
     blank: Fill[View]
+    parts: np.ndarray
     waiting: list[Waiting] = field(default_factory=list[Waiting])
     summed: list[Span] = field(default_factory=list[Span])
 
@@ -73,7 +77,8 @@ class _Combiner:
         for op in old:
             match op:
                 case Fill() if op.target == View(op.target.buffer):
-                    self._partials[op.target.buffer] = PartialSum(op)
+                    rows = draft.num_rows(op.target)
+                    self._partials[op.target.buffer] = PartialSum(op, np.zeros(rows, np.int32))
                 case Merge() if op.target.buffer in self._partials:
                     self._merge(op)
                 case Copy() if op.source.buffer in self._partials:
@@ -107,12 +112,14 @@ class _Combiner:
             if view.buffer in self._partials:
                 self._sum(view)
 
-    def _read(self, view: View) -> bool:
-        """Note that a view is read now; return whether some of its rows will be read again."""
+    def _read(self, view: View) -> None:
+        """Note that a view is read now."""
+        self._reads_left[view.buffer].pop()
+
+    def _is_read_again(self, view: View) -> bool:
+        """Return whether some rows of a view will be read once more."""
         start, stop = self._span(view)
-        left = self._reads_left[view.buffer]
-        left.pop()
-        return any(first < stop and last > start for first, last in left)
+        return any(first < stop and last > start for first, last in self._reads_left[view.buffer])
 
     def _merge(self, merge: Merge[View]) -> None:
         """Let what is added wait, or add it to the sum if its rows lie here and there."""
@@ -127,77 +134,77 @@ class _Combiner:
             self._sum(View(number))
             self._draft.ops.append(merge)
             return
-        partial.waiting.append(Waiting(self._span(target), source))
-        if len(partial.waiting) >= self._most:
-            self._sum_where_too_much_waits(number)
+        start, stop = self._span(target)
+        partial.waiting.append(Waiting((start, stop), source))
+        partial.parts[start:stop] += 1
+        if partial.parts[start:stop].max() > self._most:
+            segments = self._segments(number, (start, stop))
+            self._sum_rows(number, [x for x in segments if len(x.sources) > self._most])
 
     def _copy(self, copy: Copy[View]) -> None:
         """Combine what waits into what reads it."""
-        number, again = copy.source.buffer, self._read(copy.source)
+        number = copy.source.buffer
+        self._read(copy.source)
         usable = self._draft.buffers[copy.target.buffer].usable
         plain = copy.rows is None and copy.heads is None and copy.source.heads is None
-        if again or not plain or not usable or not _is_plain(copy.source):
+        in_place = not plain or not usable or not _is_plain(copy.source)
+        if in_place or self._is_read_again(copy.source):
             self._sum(View(number) if copy.rows else copy.source)
             self._draft.ops.append(copy)
             return
         read = self._span(copy.source)
         for (start, stop), sources in self._segments(number, read):
-            if _covers(read, (start, stop)):
-                target = self._draft.rows(copy.target, (start - read[0], stop - read[0]))
-                self._write(copy.label, sources, target, self._partials[number])
+            target = self._draft.rows(copy.target, (start - read[0], stop - read[0]))
+            self._write(copy.label, sources, target, self._partials[number])
 
     def _sum(self, view: View) -> None:
         """Let a partial's own memory have the rows of a view; those without a sum are filled."""
-        within = self._span(view)
-        self._sum_those(view.buffer, within, lambda rows, _: _covers(within, rows))
+        self._sum_rows(view.buffer, self._segments(view.buffer, self._span(view)))
 
-    def _sum_where_too_much_waits(self, number: int) -> None:
-        self._sum_those(number, None, lambda _, sources: len(sources) > self._most)
-
-    def _sum_those(
-        self, number: int, edges: Span | None, chosen: Callable[[Span, Sequence[View]], bool]
-    ) -> None:
-        """Combine rows of a partial into its own memory; what was added to others still waits.
-
-        Args:
-            edges: rows between which rows are chosen, too.
-        """
-        partial, segments = self._partials[number], self._segments(number, edges)
-        if not any(chosen(*segment) for segment in segments):
+    def _sum_rows(self, number: int, segments: Sequence[_Segment]) -> None:
+        """Combine rows of a partial into its own memory; what was added to others still waits."""
+        partial, gone = self._partials[number], [rows for rows, _ in segments]
+        if not segments:
             return
-        waiting, summed = list[Waiting](), list[Span]()
+        label = partial.blank.label.replace("fill", "combine")
         for rows, sources in segments:
             own = self._draft.rows(partial.blank.target, rows)
-            if chosen(rows, sources):
-                if sources != (own,):
-                    label = partial.blank.label.replace("fill", "combine")
-                    self._write(label, sources, own, partial)
-                summed.append(rows)
-                continue
-            waiting += (Waiting(rows, source) for source in sources if source != own)
-            summed += [rows] if own in sources else []
-        partial.waiting, partial.summed = waiting, summed
+            if sources != (own,):
+                self._write(label, sources, own, partial)
+            partial.parts[rows[0] : rows[1]] = 1
+        partial.waiting = [
+            self._part(x, rows) for x in partial.waiting for rows in _without(x.rows, gone)
+        ]
+        partial.summed = [rows for x in partial.summed for rows in _without(x, gone)] + gone
 
-    def _segments(self, number: int, edges: Span | None = None) -> list[_Segment]:
-        """All rows of a partial by what they are the sum of.
+    def _part(self, waiting: Waiting, rows: Span) -> Waiting:
+        """What some of the rows wait for."""
+        if rows == waiting.rows:
+            return waiting
+        start = waiting.rows[0]
+        return Waiting(rows, self._draft.rows(waiting.source, (rows[0] - start, rows[1] - start)))
 
-        Args:
-            edges: rows between which others are cut off.
-        """
-        partial = self._partials[number]
-        whole = 0, self._draft.buffers[number].num_rows
-        spans = [*(x.rows for x in partial.waiting), *partial.summed, whole, edges or whole]
-        cuts = sorted({edge for span in spans for edge in span})
-        return [_Segment(rows, tuple(self._sources(partial, rows))) for rows in pairwise(cuts)]
+    def _segments(self, number: int, within: Span) -> list[_Segment]:
+        """Some rows of a partial by what they are the sum of."""
+        partial, (low, high) = self._partials[number], within
+        summed = [x for x in partial.summed if x[0] < high and x[1] > low]
+        waiting = [x for x in partial.waiting if x.rows[0] < high and x.rows[1] > low]
+        edges = {edge for span in (*(x.rows for x in waiting), *summed) for edge in span}
+        cuts = sorted({low, high, *(edge for edge in edges if low < edge < high)})
+        place = {edge: number for number, edge in enumerate(cuts)}
+        found: list[list[View]] = [[] for _ in cuts[1:]]
+        segments = [*zip(pairwise(cuts), found, strict=True)]
 
-    def _sources(self, partial: PartialSum, rows: Span) -> Iterator[View]:
-        """The parts of what waits that some rows of a partial are the sum of."""
-        for start, stop in partial.summed:
-            if _covers((start, stop), rows):
-                yield self._draft.rows(partial.blank.target, rows)
-        for (start, stop), source in partial.waiting:
-            if _covers((start, stop), rows):
-                yield self._draft.rows(source, (rows[0] - start, rows[1] - start))
+        def covered(span: Span) -> list[tuple[Span, list[View]]]:
+            return segments[place[max(low, span[0])] : place[min(high, span[1])]]
+
+        for span in summed:
+            for rows, sources in covered(span):
+                sources.append(self._draft.rows(partial.blank.target, rows))
+        for one in waiting:
+            for rows, sources in covered(one.rows):
+                sources.append(self._part(one, rows).source)
+        return [_Segment(rows, tuple(sources)) for rows, sources in segments]
 
     def _write(
         self, label: str, sources: Sequence[View], target: View, partial: PartialSum
@@ -214,8 +221,20 @@ class _Combiner:
             ops.append(Combine(label, tuple(sources), target, self._by_lse))
 
 
-def _covers(span: Span, rows: Span) -> bool:
-    return span[0] <= rows[0] and rows[1] <= span[1]
+def _without(span: Span, gone: Sequence[Span]) -> Iterator[Span]:
+    """What is left of a span without others, which are given in order."""
+    start, stop = span
+    if stop <= gone[0][0] or gone[-1][1] <= start:
+        yield span
+        return
+    for first, last in gone:
+        if first >= stop:
+            break
+        if start < first:
+            yield start, first
+        start = max(start, last)
+    if start < stop:
+        yield start, stop
 
 
 def _is_plain(view: View) -> bool:
