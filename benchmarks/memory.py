@@ -19,6 +19,7 @@ from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.simulator import simulate_pass
 from tilewise.strategies.mesh_schedules.greedy import least_held
 from tilewise_tools.doctor import require
+from tilewise_verify.palette import chart_style
 
 
 class Row(NamedTuple):
@@ -45,8 +46,10 @@ def rows(work: tw.Workload, machine: tw.Machine, n: int, q_tile: int) -> Iterato
 
 
 def picture(path: str, table: list[Row], title: str) -> None:
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
 
+    rcParams.update(chart_style())
     figure = Figure(figsize=(7, 3.6))
     axes = figure.subplots()
     for what, seconds, size in (

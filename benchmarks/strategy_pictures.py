@@ -14,10 +14,10 @@ from html import escape
 from pathlib import Path
 
 import tilewise as tw
-from tilewise_tools.mask_report.view import colours
 from tilewise_tools.report.drawing import colour
 from tilewise_tools.report.timeline import LANE_NAMES, LANES, OWN, timeline
 from tilewise_tools.report.words import in_words, quantity
+from tilewise_verify.palette import GROUNDS, SERIES, ink_on, paler, rank_colours
 
 DOCUMENTS = tw.Causal() & tw.Document([0, 96, 128, 288, 320, 512])
 TOKENS = 512
@@ -35,7 +35,7 @@ PLANS = {
     "tree": tw.tree(4),
 }
 CELL, MOST_CELLS, BOX, ROW = 34, 8, (128, 30), 62  # pixels; shards that are written out
-Q, KV, INK, QUIET = "#d9622b", "#2463c9", "#1d2733", "#8a94a0"
+Q, KV, INK, QUIET = SERIES[1][0], SERIES[0][0], GROUNDS["ink"][0], GROUNDS["quiet"][0]
 
 
 def svg(width: float, height: float, parts: list[str], label: str) -> str:
@@ -64,10 +64,8 @@ def text(x: float, y: float, words: str, fill: str = INK, anchor: str = "middle"
 
 
 def shades(n: int) -> list[str]:
-    """The ranks' colours, pale enough for words on them."""
-    return [
-        f"#{''.join(f'{round(255 * (0.45 + 0.55 * c)):02x}' for c in rgb)}" for rgb in colours(n)
-    ]
+    """The ranks' colours, a little paler than in other pictures: large areas."""
+    return [paler(colour, 0.15) for colour in rank_colours(n)]
 
 
 def shards(numbers: tuple[int, ...]) -> str:
@@ -90,7 +88,7 @@ def table(plan: tw.Plan, left: float, top: float) -> Iterator[str]:
         x, y = left + k * side + heads * wide, top + q * side
         yield box(x, y, (wide, side), fills[rank], 'stroke="#fff"')
         if side == CELL:
-            yield text(x + wide / 2, y + side / 2 + 4, str(rank))
+            yield text(x + wide / 2, y + side / 2 + 4, str(rank), ink_on(fills[rank]))
     if side == CELL:
         yield from (text(left - 12, top + q * side + 21, f"q{q}", Q) for q in range(rows))
         yield from (text(left + (k + 0.5) * side, top - 6, f"kv{k}", KV) for k in range(columns))
@@ -117,7 +115,7 @@ def steps(plan: tw.Plan, left: float, top: float) -> Iterator[str]:
             yield box(x, y, BOX, fill, 'rx="5"')
             said = " ".join(f"q{shards(t.q)} x kv{shards(t.kv)}" for t in step.tiles[:2])
             more = f" +{len(step.tiles) - 2}" * (len(step.tiles) > 2)
-            yield text(x + wide / 2, y + 19, said[:19] + more)
+            yield text(x + wide / 2, y + 19, said[:19] + more, ink_on(fill))
             by_peer: dict[tuple[int, str], list[tw.plan.Transfer]] = {}
             for transfer in step.sends:
                 kind = "q" if transfer.item.side is tw.plan.Side.Q else "kv"

@@ -23,6 +23,7 @@ import numpy as np
 import tilewise as tw
 from tilewise_tools.doctor import require
 from tilewise_tools.mask_report.figures import moved
+from tilewise_verify.palette import chart_style, rank_colours
 
 RANKS = (8, 16, 32, 48, 64, 96, 128, 256)
 HEADS = ((64, 64), (64, 16), (64, 8))  # query heads, KV heads: MHA, 32:8 as well, 64:8
@@ -109,13 +110,13 @@ def line(row: Row) -> str:
 def picture(path: str) -> None:
     """Who computes what on 32 ranks, one colour a rank, for two ratios of heads."""
     require("matplotlib", "--picture")
-    from matplotlib import colormaps
+    from matplotlib import rcParams
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
     n = 32
-    shades = ListedColormap(colormaps["nipy_spectral"](np.linspace(0.05, 0.93, n)))
-    colour = np.random.default_rng(3).permutation(n)
+    shades = ListedColormap(rank_colours(n))
+    rcParams.update(chart_style())
     layout = tw.contiguous(n * 4, n)
     figure = Figure(figsize=(9, 4.6))
     titles = {2.0: "as many KV heads as query heads", 0.5: "4 query heads per KV head"}
@@ -125,11 +126,12 @@ def picture(path: str) -> None:
         for rank in range(n):
             for step in plan.rank_steps(rank):
                 for tile in step.tiles:
-                    table[np.ix_(tile.q, tile.kv)] = colour[rank]
+                    table[np.ix_(tile.q, tile.kv)] = rank
         table[np.triu_indices(n * 4, 1)] = np.nan
         axes.imshow(table, cmap=shades, interpolation="nearest", extent=(0, n, n, 0))
         axes.set(title=title, xlabel="key shard")
         axes.set_ylabel("query shard")
+        axes.grid(visible=False)
     figure.tight_layout()
     figure.savefig(path, dpi=80, metadata={"Software": None})
 

@@ -26,6 +26,7 @@ from tilewise.strategies.catalog import near_square
 from tilewise.strategies.tiled import tiled_layout
 from tilewise_tools.cli.output import counted, print_error
 from tilewise_tools.report.words import short
+from tilewise_verify.palette import chart_style
 
 DEVICES = (8, 16, 32, 64, 96)
 TOKENS_PER_DEVICE = 8192
@@ -309,8 +310,10 @@ def _table(
 
 def picture(tables: Sequence[StudyTable], path: Path) -> None:
     """Write a chart of each mask as one PNG: medians of forward, and bands of quantiles."""
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
 
+    rcParams.update(chart_style())
     canvas = Figure(figsize=(11, 7.5), layout="constrained")
     panels = canvas.subplots(2, -(-len(tables) // 2), squeeze=False)
     for axes, table in zip(panels.flat, tables, strict=False):

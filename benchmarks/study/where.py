@@ -1,6 +1,7 @@
 """Where a plan pays: the family of the best one, and its gain over what everybody has."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -24,6 +25,7 @@ from tilewise_tools.mask_report.named import drawn
 from tilewise_tools.report.drawing import heat_map
 from tilewise_tools.report.page import Figure
 from tilewise_tools.report.words import count, short
+from tilewise_verify.palette import NEUTRAL, SERIES, chart_style, ink_on, paler, rgb
 
 DEVICES = MappingProxyType({"causal": 64, "causal_document": 16})
 LINKS = MappingProxyType({"causal": (25, 50, 100, 200, 400), "causal_document": (25, 100, 400)})
@@ -44,6 +46,8 @@ SHORT = MappingProxyType({"mesh": "mesh", "ulysses x mesh": "u x mesh", "hierarc
 EQUAL = 1.05  # times faster, up to which nothing is gained
 KNOWN = ("ring", "all-gather", "double ring", "ulysses", "usp")
 FAMILIES = ("nothing gained", "mesh", "ulysses x mesh", "hierarchical", "tiled or needed")
+LEVELS = tuple(zip(FAMILIES, (NEUTRAL, *(light for light, _ in SERIES)), strict=False))
+"""What a cell says, with its colour."""
 COLOURS = MappingProxyType({name: i for i, name in enumerate(FAMILIES)})
 
 
@@ -225,43 +229,65 @@ def _map(mask: str, shape: str, rows: list[tuple[Value, ...]]) -> Figure:
     def cell(row: str, column: str) -> tuple[int, str, str]:
         family, plan, known, gain, over = mine[row, column]
         note = f"{plan}: {gain:.2f} times faster than {known}, {over:.2f} than a ring"
-        return COLOURS[str(family)], f"{gain:.2f}", note
+        gained = family != FAMILIES[0]
+        return COLOURS[str(family)], f"{gain:.2f}" if gained else str(known), note
 
     down, right = (list(dict.fromkeys(key[i] for key in mine)) for i in (0, 1))
-    levels = [(family, number) for family, number in COLOURS.items()]
     title = f"{mask.replace('_', ' ')}, {shape} heads"
     return Figure(
-        f"where-{mask}-{shape.replace(':', '-')}", title, "", heat_map(down, right, levels, cell)
+        f"where-{mask}-{shape.replace(':', '-')}", title, "", heat_map(down, right, LEVELS, cell)
     )
+
+
+STRONGEST = 3.0  # times faster: the end of the picture's scale
+
+
+def _fill(gain: float, gained: bool) -> str:
+    """Return a cell's colour: grey where nothing is gained, else from pale to full blue."""
+    share = min(1.0, math.log(max(gain, 1.0)) / math.log(STRONGEST))
+    return paler(SERIES[0][0], 0.85 * (1 - share)) if gained else NEUTRAL
 
 
 def picture(rows: list[tuple[Value, ...]], path: Path) -> None:
     """Write the maps as one PNG."""
+    from matplotlib import rc_context
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, LogNorm
     from matplotlib.figure import Figure as Canvas
 
     maps = _maps(rows)
-    canvas = Canvas(figsize=(12, 4 * len(maps) / 2), layout="constrained")
-    panels = canvas.subplots(-(-len(maps) // 2), 2)
-    for axes, (mask, shape) in zip(panels.flat, maps, strict=False):
-        mine = [row for row in rows if row[:2] == (mask, shape)]
-        down = list(dict.fromkeys(row[2:4] for row in mine))
-        right = TOKENS[mask]
-        gains = [[next(row for row in mine if row[2:5] == (*at, t)) for t in right] for at in down]
-        values = [[float(row[9] or 1) for row in line] for line in gains]
-        axes.imshow(values, cmap="YlGn", vmin=1, vmax=2, aspect="auto")
-        for y, line in enumerate(gains):
-            for x, row in enumerate(line):
-                gained = row[5] != "nothing gained"
-                first = f"{row[9]:.2f} {SHORT[str(row[5])]}" if gained else str(row[8])
-                text = f"{first}\nring {row[10]:.2f}"
-                axes.text(x, y, text, ha="center", va="center", size=6.5,
-                          color="black" if gained else "gray")  # fmt: skip
-        axes.set_xticks(range(len(right)), [f"{t >> 10}K" for t in right])
-        axes.set_yticks(
-            range(len(down)), [f"nodes of {node}, {gbit} Gbit/s" for node, gbit in down]
-        )
-        axes.set_title(f"{mask.replace('_', ' ')}, {shape} heads, {DEVICES[mask]} devices", size=9)
-        axes.set_xlabel("tokens a device")
-    label = "times faster than the best of ring, all-gather, double ring, Ulysses, USP"
-    canvas.colorbar(panels.flat[0].images[0], ax=panels, label=label)
-    canvas.savefig(path, dpi=110, metadata={"Software": None}, pil_kwargs={"optimize": True})
+    with rc_context(chart_style()):
+        canvas = Canvas(figsize=(12, 4 * len(maps) / 2), layout="constrained")
+        panels = canvas.subplots(-(-len(maps) // 2), 2)
+        for axes, (mask, shape) in zip(panels.flat, maps, strict=False):
+            mine = [row for row in rows if row[:2] == (mask, shape)]
+            down = list(dict.fromkeys(row[2:4] for row in mine))
+            right = TOKENS[mask]
+            cells = [[next(x for x in mine if x[2:5] == (*at, t)) for t in right] for at in down]
+            fills = [
+                [_fill(float(row[9] or 1), row[5] != FAMILIES[0]) for row in line] for line in cells
+            ]
+            axes.imshow([[rgb(fill) for fill in line] for line in fills], aspect="auto")
+            for y, line in enumerate(cells):
+                for x, row in enumerate(line):
+                    gained = row[5] != FAMILIES[0]
+                    first = f"{row[9]:.2f} {SHORT[str(row[5])]}" if gained else str(row[8])
+                    axes.text(x, y, f"{first}\nring {row[10]:.2f}", ha="center", va="center",
+                              size=6.5, color=ink_on(fills[y][x]))  # fmt: skip
+            axes.set_xticks(range(len(right)), [f"{t >> 10}K" for t in right])
+            axes.set_yticks(
+                range(len(down)), [f"nodes of {node}, {gbit} Gbit/s" for node, gbit in down]
+            )
+            title = f"{mask.replace('_', ' ')}, {shape} heads, {DEVICES[mask]} devices"
+            axes.set_title(title, size=9)
+            axes.set_xlabel("tokens a device")
+            axes.grid(visible=False)
+        steps = [_fill(STRONGEST ** (i / 255), True) for i in range(256)]
+        scale = ScalarMappable(LogNorm(1, STRONGEST), ListedColormap(steps))
+        label = "times faster than the best of ring, all-gather, double ring, Ulysses, USP"
+        label += "; grey: no gain"
+        ticks = (1, 1.25, 1.5, 2, 2.5, 3)
+        bar = canvas.colorbar(scale, ax=panels, label=label, ticks=ticks, extend="max")
+        bar.ax.set_yticklabels([f"{tick:g}" for tick in ticks])
+        bar.ax.minorticks_off()
+        canvas.savefig(path, dpi=110, metadata={"Software": None}, pil_kwargs={"optimize": True})

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-HEAD = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>Context parallelism: parity</title><style>
-body {font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222}
-pre {white-space: pre-wrap; background: #f4f4f4; padding: 0.8em}
-h2 {font-size: 1.05em; border-top: 1px solid #ccc; padding-top: 1em}
-figure {margin: 0}
+from tilewise_verify.palette import variables
+
+HEAD = f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Context parallelism: parity</title><style>
+{variables()}body {{
+  font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em;
+  color: var(--ink); background: var(--ground);
+}}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere; background: var(--card); padding: 0.8em }}
+h2 {{ font-size: 1.05em; border-top: 1px solid var(--line); padding-top: 1em }}
+h2, figcaption {{ overflow-wrap: anywhere }}
+figure {{ margin: 0; break-inside: avoid }}
+svg {{ max-width: 100%; height: auto }}
 </style></head><body>
 <h1>Is the split model the same as the unsplit one?</h1>
 """

@@ -30,6 +30,15 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(listed) == sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md"))
 
 
+def test_the_menu_is_short_and_the_site_has_logo_repository_search_next_and_previous():
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert len(config["nav"]) <= 9
+    theme = config["theme"]
+    assert (DOCS / theme["logo"]).exists() and config["repo_url"] and "search" in config["plugins"]
+    assert {"navigation.footer", "navigation.tabs"} <= set(theme["features"])
+    assert all((DOCS / path).exists() for path in config["extra_css"])
+
+
 def test_the_api_page_has_every_public_name():
     listed = re.findall(r"^::: tilewise[._]([\w.]+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
     assert len(listed) == len(set(listed))
@@ -55,5 +64,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path):
     described = (tmp_path / "api.md").read_text()
     assert ":::" not in described and all(f"`tilewise.{name}`" in described for name in tw.__all__)
     assert "Exact softmax attention" in described
+    assert 'href="https://github.com/OWNER/tilewise"' in api
+    # Material's own link to a repository asks its host for numbers
+    assert 'data-md-component="source"' not in api
     scripts = [p for p in tmp_path.rglob("*.html") if re.search(r'src="https?://', p.read_text())]
     assert not scripts, "pages must load nothing from elsewhere"

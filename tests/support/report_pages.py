@@ -11,7 +11,8 @@ from typing import Any
 
 import tilewise as tw
 from tilewise_tools.report.bench_report import page_of, read_rows
-from tilewise_tools.report.page import written
+from tilewise_tools.report.drawing import Drawing
+from tilewise_tools.report.page import Figure, written
 from tilewise_tools.report.plan_report import ReportedPlan
 
 MACHINE = tw.Machine.preset("h100x8-1nic")
@@ -25,6 +26,12 @@ def subject(plan: tw.Plan, num_tokens: int = 64, mask: tw.Mask | None = None) ->
     """A plan on a small workload, for which only few sizes are simulated."""
     work = tw.Workload(num_tokens, 8, 2, 64, mask=tw.Full() if mask is None else mask)
     return ReportedPlan(plan, work, MACHINE, reason="It is <small> & fast.")
+
+
+def chart(figure: Figure) -> Drawing:
+    """A figure's chart, which is no table of cells."""
+    assert isinstance(figure.drawing, Drawing)
+    return figure.drawing
 
 
 def row(contender: str, mask: str = "causal", **fields: Any) -> dict[str, Any]:

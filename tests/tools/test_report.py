@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from support.report_pages import MACHINE, subject
+from support.report_pages import MACHINE, chart, subject
 
 import tilewise as tw
 from tilewise_tools.report import plan_charts
@@ -28,7 +28,7 @@ def page() -> Page:
 
 def cells(figure: Figure) -> np.ndarray:
     """The ranks of an assignment's cells, -1 for none."""
-    (trace,) = figure.drawing.data
+    (trace,) = chart(figure).data
     return trace["customdata"]
 
 
@@ -106,7 +106,7 @@ def test_bars_of_time_add_up_to_the_time_where_ranks_differ():
     mask = tw.masks.causal_document([0, 100, 1700, 4096])
     entries = Studies(tw.Workload(1 << 12, 8, 2, 64, mask=mask), MACHINE).compared(16)
     figure = plan_charts.seconds(entries)
-    *bars, totals = figure.drawing.data
+    *bars, totals = chart(figure).data
     drawn = [sum(parts) for parts in zip(*(bar["x"] for bar in bars), strict=True)]
     assert drawn == totals["x"] == pytest.approx(sorted(x.simulation.seconds for x in entries))
     assert any(
@@ -141,7 +141,7 @@ def test_bytes_by_link_are_the_simulators():
     work = tw.Workload(1 << 12, 8, 2, 64)
     entries = Studies(work, MACHINE).compared(16)
     figure = plan_charts.bytes_by_link(entries)
-    *bars, totals = figure.drawing.data
+    *bars, totals = chart(figure).data
     drawn = [sum(parts) for parts in zip(*(bar["x"] for bar in bars), strict=True)]
     assert drawn == totals["x"]
     wanted = sorted(entry.simulation.sent_bytes for entry in entries)
@@ -214,7 +214,7 @@ def test_every_figure_has_words_and_numbers(page: Page):
     assert len(set(names)) == len(names)
     for figure in figures(page):
         assert figure.title and figure.caption.endswith(".") and figure.rows
-        assert figure.drawing.layout["xaxis"]["title"]["text"]
+        assert chart(figure).layout["xaxis"]["title"]["text"]
 
 
 def test_the_head_says_what_the_simulator_says(page: Page):

@@ -7,11 +7,12 @@ from base64 import b64encode
 from collections.abc import Iterator
 from hashlib import sha256
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.report_pages import hostile_pages, many_rows, row, write_rows
+from support.report_pages import chart, hostile_pages, many_rows, row, write_rows
 
 import tilewise as tw
 from benchmarks.longca import read_csv
@@ -21,12 +22,16 @@ from tilewise_tools.report.bench_charts import (
     predictions,
     speeds,
     support,
+    verdict,
     waiting,
+    winner,
     winners,
 )
 from tilewise_tools.report.bench_report import page_of, read_rows, write_csv
+from tilewise_tools.report.drawing import Cells, Series, axis, bars, lines, log_axis
 from tilewise_tools.report.page import Figure, Page, written
 
+MASKS = (*tw.masks.NAMES, "causal", "full")
 DISTRIBUTED = "baseline,masktype,world_size,wd,ulysses,ring,mean_tflops,mean_peak_mems\n"
 
 
@@ -36,19 +41,19 @@ def figures(page: Page) -> dict[str, Figure]:
 
 def grid_of(figure: Figure) -> dict[tuple[str, str], tuple[str, str]]:
     """Level and text by mask and contender."""
+    cells = figure.drawing
+    assert isinstance(cells, Cells)
     found = {}
-    for level in figure.drawing.data:
-        for mask, here, texts in zip(level["y"], level["z"], level["text"], strict=True):
-            for name, is_here, text in zip(level["x"], here, texts, strict=True):
-                found.setdefault((mask, name), ("", ""))
-                if is_here:
-                    found[mask, name] = level["name"], text
+    for down, line in zip(cells.rows, cells.lines, strict=True):
+        for across, (level, text, _) in zip(cells.columns, line, strict=True):
+            names = (down, across) if down in MASKS else (across, down)
+            found[names] = (cells.levels[level][0] if level >= 0 else "", text)
     return found
 
 
 def bars_of(figure: Figure) -> dict[str, dict[str, float]]:
     """Values by name and series."""
-    bars = [trace for trace in figure.drawing.data if trace["type"] == "bar"]
+    bars = [trace for trace in chart(figure).data if trace["type"] == "bar"]
     return {bar["name"]: dict(zip(bar["y"], bar["x"], strict=True)) for bar in bars}
 
 
@@ -61,8 +66,45 @@ def test_the_fastest_of_each_case_wins_it():
         row("a", "causal", median_seconds=5.0),
         row("c", "causal", outcome="failed", median_seconds=0.1),
     ]
-    figure = winners("kernels", cases(rows), {"a": 0, "b": 1, "c": 2})
-    assert bars_of(figure) == {"a": {"full": 1, "causal": 1}, "b": {"full": 1, "causal": 0}}
+    assert [line[:4] for line in winners({"kernels": cases(rows)}).rows] == [
+        ("full", "2", "a", "1"),
+        ("causal", "1", "a", "1"),
+    ]
+
+
+def test_a_tie_and_the_best_of_other_libraries_stand_beside_the_winner():
+    rows = [
+        row("a", median_seconds=1.0),
+        row("b", median_seconds=1.04),
+        row("c", median_seconds=1.06),
+        row("slow", median_seconds=3.0, library="other"),
+        row("quick", median_seconds=1.5, library="another"),
+        row("wreck", median_seconds=0.1, library="another", outcome="failed"),
+    ]
+    (line,) = winners({"kernels": cases(rows)}).rows
+    assert line[2:6] == ("a", "1", "b", "quick") and line[6].startswith("1.50")
+    said = verdict({"kernels": cases(rows)})
+    assert "a is fastest in 1 of 1 cases; a tie with b (within 5 %)" in said and "quick" in said
+    assert winner(cases([row("a", outcome="failed")])) is None
+    assert verdict({"kernels": cases([row("a", outcome="failed")])}) == ""
+
+
+def test_more_contenders_than_colours_are_told_apart():
+    numbers = range(17)
+    x, y = axis("x", ticks=((1, "1"), (2, "2"))), log_axis("y", "s", (1.0, 2.0))
+    parts = [Series(f"c{i}", [1, 2], [1.0, 2.0], ["", ""], i) for i in numbers]
+    drawing = lines(x, y, parts)
+    looks = [
+        (one["line"]["color"], one["line"]["dash"], one["marker"]["symbol"]) for one in drawing.data
+    ]
+    assert len(set(looks)) == 17
+    filled = [(one["marker"]["color"], one["marker"]["pattern"]["shape"])
+              for one in bars(x, "s", parts).data[:-1]]  # fmt: skip
+    assert len(set(filled)) == 17
+    labels = drawing.layout["annotations"]
+    assert {label["text"] for label in labels} == {f"c{i}" for i in numbers}
+    shifts = sorted(label["yshift"] for label in labels)
+    assert all(b - a >= 16 for a, b in pairwise(shifts))
 
 
 def test_the_heat_map_tells_slow_from_failed():
@@ -104,7 +146,7 @@ def test_speeds_are_compared_within_a_mask_and_memory_within_a_case():
     figure = memory(rows, colours)
     assert figure is not None
     assert list(bars_of(figure).items()) == [("b", {"b": 200}), ("a", {"a": 300})]
-    assert "planned 190 B" in figure.drawing.data[0]["hovertext"][0]
+    assert "planned 190 B" in chart(figure).data[0]["hovertext"][0]
     assert memory([row("a")], colours) is speeds("kernels", cases([row("a")]), colours) is None
 
 
@@ -145,7 +187,7 @@ def test_every_chart_of_a_page_has_its_rows(tmp_path: Path):
     rows = many_rows()
     page = page_of(read_rows([write_rows(tmp_path / "r.jsonl", rows)]))
     found = figures(page)
-    assert len(found) >= 7
+    assert len(found) >= 6
     for name, figure in found.items():
         assert figure.rows and figure.rows.rows and figure.caption, name
     assert {mask for mask, _ in grid_of(found["heat-strategies"])} == set(tw.masks.NAMES)

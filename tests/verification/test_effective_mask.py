@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise as tw
 from tilewise_verify.causes import CAUSES, RULES
+from tilewise_verify.palette import FORBIDDEN
 
 T, HEADS, KV_HEADS, DIM = 48, 4, 2, 16
 SIZES = {"num_tokens": T, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
@@ -275,7 +276,7 @@ def test_text_and_picture_show_what_is_attended():
     assert f"{T * (T + 1) // 2:,}" in text and "gradients: as they must be" in text
     svg = seen.svg(WINDOW)
     assert svg.startswith("<svg") and "attended, but forbidden" in svg
-    assert "#e15759" in svg and "#e15759" not in seen.svg()
+    assert FORBIDDEN in svg and FORBIDDEN not in seen.svg()
 
 
 def test_every_rule_names_a_cause():

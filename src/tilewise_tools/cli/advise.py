@@ -121,7 +121,7 @@ def _print(
             plain(f"{label}: {line}")
     plain(advice.verdict)
     if len(advice.by_ranks) > 1:
-        plain("\nWith all devices at work, by those that share a sequence:")
+        plain("\nTime per sequence by context-parallel size, with all devices busy:")
         table = table_of("devices", "a sequence", "setting")
         for one in advice.by_ranks:
             table.add_row(str(one.split.ranks), as_seconds(one.seconds_a_sequence), one.scheme)

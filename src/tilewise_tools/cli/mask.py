@@ -33,6 +33,7 @@ from tilewise_tools.doctor import require
 from tilewise_tools.mask_report.figures import LAYOUTS, MaskCase, imbalance, load
 from tilewise_tools.mask_report.named import CORPUS, WINDOWED, Axes, mask_of
 from tilewise_tools.mask_report.view import MaskView, colours, draw, painted, view
+from tilewise_verify.palette import ink_on, rank_colours
 
 DRAWN = tuple(name for name in masks.ALL_NAMES[2:] if name not in WINDOWED)
 SIGNS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -68,8 +69,8 @@ def as_blocks(mask_view: MaskView, n: int) -> Text:
             text.append("▀", Style(color=_color(above), bgcolor=_color(below)))
         text.append("\n")
     if n <= NUMBERED:
-        for rank, colour in enumerate(colours(n)):
-            text.append(f" {rank} ", Style(color="black", bgcolor=_color(colour)))
+        for rank, colour in enumerate(rank_colours(n)):
+            text.append(f" {rank} ", Style(color=ink_on(colour), bgcolor=colour))
         text.append("\n")
     return text
 

@@ -16,7 +16,6 @@ from tilewise_tools.cli.output import (
     table_console,
     write_output,
 )
-from tilewise_tools.doctor import require
 from tilewise_tools.outside import called, is_outside, load
 from tilewise_tools.report.page import Fact, Page, Section, TextTable, written
 from tilewise_verify.causes import CAUSES
@@ -47,8 +46,6 @@ def parity(
     """Compare a split model with the unsplit one: which layer deviates first, and why."""
     with refusing_bad_input():
         check_writable(html)
-        if html:
-            require("plotly", "tilewise parity --html")
         make = load(function) if is_outside(function) else None
         if not callable(make):
             raise ValueError(f"{function!r} must be FILE.py:NAME of a function")
@@ -89,8 +86,8 @@ def _rows(report: ParityReport) -> tuple[tuple[str, ...], ...]:
 def _page(function: str, world_size: int, report: ParityReport) -> Page:
     causes = tuple((f.cause, CAUSES[f.cause], f.text) for f in report.findings)
     attended = (
-        f"{report.layer}: queries downward, keys to the right. Both models attend to blue pairs, "
-        "the split one alone to red ones, the unsplit one alone to yellow ones."
+        f"{report.layer}: blue pairs are attended in both models, red ones in the split one alone, "
+        "yellow ones in the unsplit one alone."
     )
     rounding = "In the order of the passes; 1 is what rounding explains."
     rows = TextTable(("what", "name", "times rounding"), _rows(report))
@@ -106,6 +103,13 @@ def _page(function: str, world_size: int, report: ParityReport) -> Page:
         Fact("compared", str(report.compared), "outputs, gradients, parameters"),
         Fact("ranks", str(world_size)),
     )
-    lead = "A training step, split over ranks, beside the same step on one."
+    lead = f"{function}: a training step, split over {world_size} ranks, beside the same on one."
+    if report.equal:
+        title, verdict = "The split model is the unsplit one", f"{report.compared} values agree."
+    else:
+        title = "The split model differs from the unsplit one"
+        where = f"It differs first in {report.layer}. " if report.layer else ""
+        verdict = where + (CAUSES.get(report.cause, "") if report.cause else "")
     sections_shown = tuple(x for x in sections if x.picture or x.name != "attended")
-    return Page("parity", function, lead, facts, sections_shown, "; ".join(report.notes))
+    notes = "; ".join(report.notes)
+    return Page("parity", title, lead, facts, sections_shown, notes, verdict)

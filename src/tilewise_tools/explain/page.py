@@ -43,7 +43,8 @@ def page_of(explanation: Explanation) -> Page:
     notice = f"{lost} lines were not whole and left out." if lost else ""
     lead = f"{explanation.subjects[0].name}, {explanation.subjects[0].case.about['mask']}"
     shown = tuple(one for one in sections if one.figures or (one.table and one.table.rows))
-    return Page("recorded run", "Where the step goes", lead, facts, shown, notice)
+    verdict = " ".join(f"{line.rstrip('.')}." for line in explanation.lines()[:2])
+    return Page("recorded run", "Where the step goes", lead, facts, shown, notice, verdict)
 
 
 LINKS_INTRO = (
@@ -60,7 +61,7 @@ def _lines(explanation: Explanation) -> Iterator[tuple[str, str]]:
 
 def _parts(explanation: Explanation) -> Figure:
     """A bar for each rank, by what it does."""
-    ranks = [f"rank {rank}" for rank in range(len(explanation.by_rank))]
+    ranks = [str(rank) for rank in range(len(explanation.by_rank))]
     bars: list[Words] = [
         {
             "type": "bar",
@@ -72,7 +73,8 @@ def _parts(explanation: Explanation) -> Figure:
         }
         for part, name in PARTS.items()
     ]
-    layout = {"barmode": "stack", "yaxis": axis("a step", "s"), "xaxis": axis("")}
+    x = axis("rank") | {"type": "category"}
+    layout = {"barmode": "stack", "yaxis": axis("a step", "s"), "xaxis": x}
     rows = tuple(
         (
             str(rank),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import colorsys
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +14,7 @@ from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, Side
 from tilewise_tools.doctor import require
+from tilewise_verify.palette import GROUNDS, ink_on, rank_colours, rgb
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -104,11 +104,8 @@ def assigned(plan: Plan, groups: int, ranks: Iterable[int]) -> list[Array]:
 
 
 INCHES, TABLE, DPI = 3.6, 3.0, 120  # width; that of the table, 360 pixels at a whole one
-FEW = (
-    *("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1"),
-    *("#edc948", "#76b7b2", "#9c755f", "#ff9da7", "#7f7f7f"),
-)  # up to ten ranks: Tableau's
-GOLDEN = 0.61803398875
+LEFT, BELOW = 0.3, 0.24  # inches beside and below the table, for the names of its axes
+INK, QUIET, FRAME = (GROUNDS[name][0] for name in ("ink", "quiet", "frame"))
 FAINTEST = 0.3  # of a colour, where a cell has any allowed pair
 STRIP = 1 / 30  # of the table's side
 LEVELS = 5  # of paleness: few, so that a picture of many partial cells stays small
@@ -116,13 +113,8 @@ NUMBERED = 16  # ranks up to which a key names them
 
 
 def colours(n: int) -> np.ndarray:
-    """float [n, 3]: red, green, blue of every rank, neighbours far apart."""
-    if n <= len(FEW):
-        return np.array([[int(c[i : i + 2], 16) / 255 for i in (1, 3, 5)] for c in FEW[:n]])
-    light = (0.45, 0.62, 0.36)
-    return np.array(
-        [colorsys.hls_to_rgb(i * GOLDEN % 1, light[i % len(light)], 0.62) for i in range(n)]
-    )
+    """Return red, green and blue of every rank, float [n, 3]."""
+    return np.array([rgb(colour) for colour in rank_colours(n)])
 
 
 def painted(mask_view: MaskView, n: int) -> np.ndarray:
@@ -144,22 +136,29 @@ def draw(mask_view: MaskView, n: int, title: tuple[str, ...], path: Path) -> Non
     from matplotlib.patches import Rectangle
 
     side = (1 + 2 * STRIP) * TABLE
-    top, foot = 0.2 * (len(title) - 1) + 0.4, 0.3 if n <= NUMBERED else 0.1
+    top, foot = 0.2 * (len(title) - 1) + 0.4, BELOW + (0.24 if n <= NUMBERED else 0.04)
     height = side + top + foot
     figure = Figure(figsize=(INCHES, height), dpi=DPI)
-    axes = figure.add_axes((0.2 / INCHES, foot / height, side / INCHES, side / height))
+    axes = figure.add_axes((LEFT / INCHES, foot / height, side / INCHES, side / height))
     axes.axis("off")
     axes.imshow(painted(mask_view, n), extent=(0, 1, 1, 0), interpolation="nearest")
     owned = colours(n)[mask_view.owners]
     axes.imshow(owned[:, None], extent=(-2 * STRIP, -STRIP, 1, 0), interpolation="nearest")
     axes.imshow(owned[None], extent=(0, 1, -STRIP, -2 * STRIP), interpolation="nearest")
     axes.set(xlim=(-2 * STRIP, 1), ylim=(1, -2 * STRIP), aspect="equal")
-    frame = Rectangle((0, 0), 1, 1, fill=False, linewidth=0.6, edgecolor="#777777", clip_on=False)
+    frame = Rectangle((0, 0), 1, 1, fill=False, linewidth=0.6, edgecolor=FRAME, clip_on=False)
     axes.add_patch(frame)
     for i, line in enumerate(title):
         y = 1 - (0.17 + 0.2 * i) / height
         weight, size = ("bold", 9) if i == 0 else ("normal", 7)
-        figure.text(0.5, y, line, ha="center", va="center", fontsize=size, fontweight=weight)
+        looks = {"fontsize": size, "fontweight": weight, "color": INK}
+        figure.text(0.5, y, line, ha="center", va="center", **looks)
+    names = {"fontsize": 7.5, "color": QUIET, "ha": "center", "va": "center"}
+    last = f"token 0 to {mask_view.edges[-1] - 1:,}"
+    middle = (LEFT + side / 2 + STRIP * TABLE) / INCHES
+    figure.text(middle, (foot - BELOW / 2) / height, f"keys, {last}", **names)
+    down = (foot + TABLE / 2) / height
+    figure.text(LEFT / 2 / INCHES, down, f"queries, {last}", rotation=90, **names)
     if n <= NUMBERED:
         _key(figure, n, height)
     figure.savefig(path, metadata={"Software": None}, pil_kwargs={"optimize": True})
@@ -170,10 +169,9 @@ def _key(figure: Figure, n: int, height: float) -> None:
     from matplotlib.patches import Rectangle
 
     width = 0.19 / INCHES
-    for rank, colour in enumerate(colours(n)):
+    for rank, colour in enumerate(rank_colours(n)):
         left = 0.5 + (rank - n / 2) * width
-        box = Rectangle((left, 0.07 / height), width * 0.92, 0.15 / height, color=tuple(colour))
+        box = Rectangle((left, 0.07 / height), width * 0.92, 0.15 / height, color=colour)
         figure.add_artist(box)
-        ink = "white" if float(colour @ [0.3, 0.59, 0.11]) < 0.6 else "black"
         place = left + width * 0.46, 0.14 / height, str(rank)
-        figure.text(*place, ha="center", va="center", fontsize=6.5, color=ink)
+        figure.text(*place, ha="center", va="center", fontsize=6.5, color=ink_on(colour))

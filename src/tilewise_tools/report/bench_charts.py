@@ -20,16 +20,18 @@ from tilewise_tools.report.bench_cases import (
 from tilewise_tools.report.drawing import Series, axis, bars, heat_map, lines, log_axis
 from tilewise_tools.report.page import Figure, TextTable
 from tilewise_tools.report.words import count, quantity, times
+from tilewise_verify.palette import FAULTS, RAMP
 
-LEVELS = (
-    ("fastest, or within 5 %", 2),
-    ("up to 1.5 times slower", 0),
-    ("up to 3 times slower", 6),
-    ("slower still", 1),
-    ("wrong results", 4),
-    ("failed or timed out", 3),
-    ("out of memory", 5),
-    ("unsupported", 7),
+LEVELS = tuple(
+    zip(
+        (
+            *("fastest, or within 5 %", "up to 1.5 times slower", "up to 3 times slower"),
+            *("slower still", "wrong results", "failed or timed out", "out of memory"),
+            "unsupported",
+        ),
+        (*RAMP, *FAULTS),
+        strict=True,
+    )
 )
 BOUNDS = (1.05, 1.5, 3.0)
 WRONG, FAILED, MEMORY, UNSUPPORTED = 4, 5, 6, 7
@@ -87,26 +89,84 @@ def _masks(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row["mask"] for row in rows))
 
 
-def winners(kind: str, all_cases: list[ReportCase], colours: Colours) -> Figure:
-    """Chart of how many cases of each mask each contender wins."""
-    sizes = Counter(case.fields["mask"] for case in all_cases)
-    fastest = [case.done[0] for case in all_cases if case.done]
-    wins_by_contender = by_contender(fastest, colours)
-    parts = []
-    for name, rows in wins_by_contender.items():
-        wins = Counter(row["mask"] for row in rows)
-        notes = [f"{name}\n{mask}: wins {wins[mask]}" for mask in sizes]
-        parts.append(Series(name, [*sizes], [wins[mask] for mask in sizes], notes, colours[name]))
-    most_cases = max(sizes.values())
-    ticks = [(tick, str(tick)) for tick in range(0, most_cases + 1, max(1, most_cases // 5))]
-    best = max(wins_by_contender, key=lambda name: len(wins_by_contender[name]))
-    caption = (
-        f"Who is fastest in how many cases (lengths, passes, numbers of ranks) of each mask. "
-        f"{best} wins most: {len(wins_by_contender[best])} of {len(fastest)}."
-    )
-    drawing = bars(axis("cases won", ticks=ticks), "", parts)
-    title = f"Winners per mask: {kind}"
-    return Figure(f"winners-{kind}", title, caption, drawing, row_table(fastest))
+OURS = ("tilewise", "outside")
+WON = (
+    *("mask", "cases", "fastest most often", "in cases", "a tie with"),
+    *("best of other libraries", "its time"),
+)
+
+
+class Winner(NamedTuple):
+    """Who is fastest in most of some cases.
+
+    Attributes:
+        ties: contenders within 5 % of it.
+        other: the best contender of another library, with its time over the fastest's.
+    """
+
+    name: str
+    wins: int
+    num_cases: int
+    ties: tuple[str, ...]
+    other: tuple[str, float] | None
+
+
+def winner(some_cases: Iterable[ReportCase]) -> Winner | None:
+    """Return who wins most of the cases that somebody finished; of equals the faster one."""
+    done_cases = [case for case in some_cases if case.done]
+    if not done_cases:
+        return None
+    wins = Counter(case.done[0]["contender"] for case in done_cases)
+    ratios = {name: geometric_mean(x) for name, x in slowdowns(done_cases).items()}
+    best = min(wins, key=lambda name: (-wins[name], ratios[name]))
+    library = {row["contender"]: row.get("library") for case in done_cases for row in case.done}
+    others = [name for name in ratios if library[name] and library[name] not in OURS]
+    others.sort(key=lambda name: ratios[name])
+    other = (others[0], ratios[others[0]]) if others else None
+    close = (name for name in ratios if name != best and ratios[name] <= BOUNDS[0] * ratios[best])
+    ties = tuple(sorted(close, key=lambda name: ratios[name]))
+    return Winner(best, wins[best], len(done_cases), ties, other)
+
+
+def winners(by_kind: Mapping[str, list[ReportCase]]) -> TextTable:
+    """Table of who wins each mask, by how much, and what other libraries do."""
+    lines: list[tuple[str, ...]] = []
+    for kind, all_cases in by_kind.items():
+        for mask in dict.fromkeys(case.fields["mask"] for case in all_cases):
+            won = winner(case for case in all_cases if case.fields["mask"] == mask)
+            if won is not None:
+                other, ratio = won.other or ("", 0.0)
+                lines.append(
+                    (
+                        f"{kind}: {mask}" if len(by_kind) > 1 else mask,
+                        str(won.num_cases),
+                        won.name,
+                        str(won.wins),
+                        ", ".join(won.ties),
+                        other,
+                        f"{times(ratio)} the fastest" if other else "",
+                    )
+                )
+    return TextTable(WON, tuple(lines))
+
+
+def verdict(by_kind: Mapping[str, list[ReportCase]]) -> str:
+    """Return who wins, in a sentence or two for each kind."""
+    sentences: list[str] = []
+    for kind, all_cases in by_kind.items():
+        won = winner(all_cases)
+        if won is None:
+            continue
+        where = f" of {kind}" if len(by_kind) > 1 else ""
+        sentences.append(
+            f"{won.name} is fastest in {won.wins} of {won.num_cases} cases{where}"
+            + (f"; a tie with {', '.join(won.ties)} (within 5 %)." if won.ties else ".")
+        )
+        if won.other and won.other[0] != won.name:
+            name, ratio = won.other
+            sentences.append(f"The best of other libraries, {name}, takes {times(ratio)} the time "
+                             "of the fastest.")  # fmt: skip
+    return " ".join(sentences)
 
 
 def support(kind: str, all_cases: list[ReportCase], colours: Colours) -> Figure:
@@ -140,7 +200,7 @@ def _support(mask: str, name: str, mask_cases: list[ReportCase]) -> tuple[int, s
     ratio = geometric_mean(ratios)
     note = f"{name}\n{mask}: {times(ratio)} the fastest, {len(ratios)} of {len(rows)} cases done"
     if any(row.get("is_exact") is False for row in rows):
-        return WRONG, times(ratio), f"{note}\nresults beyond the tolerance"
+        return WRONG, f"wrong, {times(ratio)}", f"{note}\nresults beyond the tolerance"
     return sum(ratio > bound for bound in BOUNDS), times(ratio), note
 
 
@@ -190,6 +250,7 @@ def memory(rows: Iterable[Row], colours: Colours) -> Figure | None:
         parts.append(Series(name, [name], [peak_bytes], [note], colours[name]))
     names = ("contender", "peak_bytes", "predicted_peak_bytes", "median_seconds")
     drawing = bars(axis("peak above the inputs", "B"), "B", parts)
+    drawing.layout["showlegend"] = False  # each bar has its name
     caption = f"{described(case.fields)}. Of the device that needs most, kernels included."
     table = row_table(case_rows, names)
     return Figure("memory", "Memory beside each other", caption, drawing, table)
@@ -357,6 +418,8 @@ def predictions(rows: Iterable[Row], colours: Colours) -> Figure | None:
         row[name] for row in rows_with_both for name in ("predicted_seconds", "median_seconds")
     ]
     x, y = (log_axis(axis_title, "s", values) for axis_title in ("predicted", "measured"))
+    x |= {"constrain": "domain"}
+    y |= {"scaleanchor": "x", "constrain": "domain"}  # equal scales: the diagonal has 45 degrees
     ends = [10**end for end in x["range"]]
     equal = Series("equal", ends, ends, ("", ""), 7, "dash")
     errors = [abs(row["predicted_seconds"] / row["median_seconds"] - 1) for row in rows_with_both]

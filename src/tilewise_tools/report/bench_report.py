@@ -21,6 +21,10 @@ from tilewise_tools.report.bench_cases import (
 from tilewise_tools.report.page import Fact, Figure, Page, Section, TextTable
 
 FACETS = 2
+WINNERS = (
+    "Of each mask, who is fastest in most of its cases (lengths, passes, numbers of ranks). A tie "
+    "is within 5 % of the winner, by the geometric mean over the cases."
+)
 ABOUT = ("cpu", "gpu", "cores", "threads", "torch_version", "python_version", "os", "commit")
 FINDINGS = ("error_out", "error_dq", "error_dk", "error_dv", "tolerance")
 
@@ -72,15 +76,7 @@ def page_of(results: Rows) -> Page:
     for case in every:
         by_kind.setdefault(case.fields["kind"], []).append(case)
     kinds = by_kind.items()
-    won = [
-        (kind, cases_of_kind)
-        for kind, cases_of_kind in kinds
-        if any(case.done for case in cases_of_kind)
-    ]
     figures: dict[tuple[str, str], list[Figure | None]] = {
-        ("winners", "Winners"): [
-            bench_charts.winners(*kind_and_cases, colours) for kind_and_cases in won
-        ],
         ("support", "Supported, slow, failed"): [
             bench_charts.support(*kind_and_cases, colours) for kind_and_cases in kinds
         ],
@@ -120,6 +116,9 @@ def page_of(results: Rows) -> Page:
         for (name, title), drawn in figures.items()
         if any(drawn)
     ]
+    won = bench_charts.winners(by_kind)
+    if won.rows:
+        sections.insert(0, Section("winners", "Who wins", WINNERS, table=won))
     if wrong := [row for row in rows if row.get("is_exact") is False]:
         names = ("contender", "library", "mask", "pass", "num_tokens", "world_size", *FINDINGS)
         intro = "Compared with fp64 attention on sampled queries: largest error over the tolerance."
@@ -136,6 +135,7 @@ def page_of(results: Rows) -> Page:
         f"{lost} not whole and left out: the file was cut off or damaged there."
         if results.num_lost
         else "",
+        bench_charts.verdict(by_kind),
     )
 
 

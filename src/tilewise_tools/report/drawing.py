@@ -1,37 +1,28 @@
-"""Drawings of plotly, whose script draws them in the page: the one renderer of reports.
+"""Drawings of a page: charts, which plotly's script draws there, and tables of coloured cells.
 
-What all drawings share (ground, fonts, grid, legend) is in page.js, in the colours of page.css.
+What all charts share (ground, fonts, grid, legend) is in page.js; colours are in the palette.
 """
 
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from colorsys import hls_to_rgb
 from html import escape
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tilewise_tools.mask_report.view import colours
 from tilewise_tools.report.words import quantity
+from tilewise_verify.palette import SERIES, rank_colours, rgb
 
-SERIES = (
-    ("#2463c9", "#6fa8ff"),
-    ("#d9622b", "#ff9a62"),
-    ("#12866a", "#45c9a2"),
-    ("#7e4fc0", "#b99af7"),
-    ("#c22d5c", "#ff7f9f"),
-    ("#0b8793", "#4dd0dc"),
-    ("#a8740f", "#efc04c"),
-    ("#66707d", "#a4afbd"),
-)
-"""The palette: each colour on light and on dark ground."""
 NUMBERED = 16  # cells a side up to which each names its rank
-LINES, BAR, CELL, AROUND = 420, 46, 40, 140  # pixels
-NAMES, COLUMN, WIDEST_NAME = 130, 52, 26  # pixels, letters
+LINES, BAR, AROUND, WIDEST_NAME = 420, 46, 140, 26  # pixels; letters
 MODES = MappingProxyType({"line": "lines+markers", "dash": "lines", "points": "markers"})
 MARKERS = ("circle", "diamond", "square", "triangle-up", "x", "star", "cross", "hexagon")
+DASHES, FILLINGS = ("solid", "dash", "longdashdot"), ("", "/", "x")
+"""Of the first, second and third series with the same colour."""
+LABEL, LETTER, PLANE = 17, 7, 290  # pixels: height of a label, width of a letter, a chart's plane
+WIDEST_LABEL = 170  # pixels
 # Of logarithmic axes: room around the values, a least span so that small differences look small.
 ROOM, LEAST_SPAN, FEWEST_TICKS = 1.15, 1.6, 3
 
@@ -45,7 +36,20 @@ class Drawing(NamedTuple):
     data: Sequence[Words]
     layout: Words
     height: int = LINES  # pixels; 0: as high as it is wide
-    width: int = 0  # pixels below which it scrolls
+
+
+class Cells(NamedTuple):
+    """A table of coloured cells with texts, which needs no script.
+
+    Attributes:
+        levels: what a colour says, with the colour, "#rrggbb".
+        lines: of each row its cells: the level, -1 for nothing; the text; the note.
+    """
+
+    rows: Sequence[str]
+    columns: Sequence[str]
+    levels: Sequence[tuple[str, str]]
+    lines: Sequence[Sequence[tuple[int, str, str]]]
 
 
 class Series(NamedTuple):
@@ -72,7 +76,7 @@ def as_texts(value: Any) -> Any:
 
 
 def colour(number: int) -> str:
-    """A colour of the palette, on light ground; after the last comes the first."""
+    """Return a colour of the palette on light ground; after the last comes the first."""
     return SERIES[number % len(SERIES)][0]
 
 
@@ -112,21 +116,63 @@ def _places(low: float, high: float) -> list[float]:
 
 
 def lines(x: Words, y: Words, series: Iterable[Series]) -> Drawing:
-    """Lines and points over a plane."""
-    return Drawing([_line(line_series) for line_series in series], {"xaxis": x, "yaxis": y})
+    """Lines and points over a plane; what has a line is named at its end."""
+    series = list(series)
+    layout: Words = {"xaxis": x, "yaxis": y}
+    if labels := _end_labels(y, [part for part in series if part.style != "points" and part.name]):
+        widest = max(len(str(label["text"])) for label in labels)
+        margin = {"r": min(WIDEST_LABEL, 16 + LETTER * widest)}
+        shows_names = any(part.style == "points" for part in series)
+        layout |= {"annotations": labels, "margin": margin, "showlegend": shows_names}
+    return Drawing([_line(part) for part in series], layout)
+
+
+def _end_labels(y: Words, series: Sequence[Series]) -> list[Words]:
+    """Names beside the last points of lines, moved apart where they would lie on each other.
+
+    On a phone page.js leaves them out, by their name, and shows the legend.
+    """
+    if "range" not in y or not series:
+        return []
+    low, high = y["range"]
+    last = max(float(part.x[-1]) for part in series)
+    at_end = [part for part in series if float(part.x[-1]) == last and part.y[-1] > 0]
+    heights = sorted((PLANE * (math.log10(part.y[-1]) - low) / (high - low), i)
+                     for i, part in enumerate(at_end))  # fmt: skip
+    places = [height for height, _ in heights]
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + LABEL)
+    over = max(0.0, places[-1] - PLANE) if places else 0.0
+    for i in reversed(range(len(places))):  # down again from the plane's upper edge
+        limit = places[i + 1] - LABEL if i + 1 < len(places) else places[i] - over
+        places[i] = min(places[i], limit)
+    return [
+        {
+            "name": "line",
+            "text": at_end[i].name,
+            "x": 1,
+            "xref": "x domain",
+            "xanchor": "left",
+            "xshift": 6,
+            "y": math.log10(at_end[i].y[-1]),
+            "yshift": round(place - height),
+        }
+        for (height, i), place in zip(heights, places, strict=True)
+    ]
 
 
 def _line(series: Series) -> Words:
-    shade = colour(series.colour)
-    # Colours come again after the last, each with another symbol.
-    symbol = MARKERS[(series.colour + series.colour // len(SERIES)) % len(MARKERS)]
+    shade, turn = colour(series.colour), series.colour // len(SERIES)
+    # Colours come again after the last, each with another symbol and dash.
+    symbol = MARKERS[(series.colour + turn) % len(MARKERS)]
+    dash = "dot" if series.style == "dash" else DASHES[turn % len(DASHES)]
     return {
         "type": "scatter",
         "name": series.name,
         "mode": MODES[series.style],
         "x": series.x,
         "y": series.y,
-        "line": {"color": shade, "dash": "dot" if series.style == "dash" else "solid"},
+        "line": {"color": shade, "dash": dash},
         "marker": {"color": shade, "size": 8, "symbol": symbol},
         **hover(series.notes),
     }
@@ -147,9 +193,9 @@ def bars(x: Words, unit: str, series: Iterable[Series]) -> Drawing:
             "x": bar_series.y,
             "y": names,
         }
-        data.append(
-            bar | {"marker": {"color": colour(bar_series.colour)}} | hover(bar_series.notes)
-        )
+        filling = FILLINGS[bar_series.colour // len(SERIES) % len(FILLINGS)]
+        marker = {"color": colour(bar_series.colour), "pattern": {"shape": filling}}
+        data.append(bar | {"marker": marker} | hover(bar_series.notes))
     amounts = {
         "type": "scatter",
         "x": list(totals.values()),
@@ -174,49 +220,18 @@ def bars(x: Words, unit: str, series: Iterable[Series]) -> Drawing:
 def heat_map(
     rows: Sequence[str],
     columns: Sequence[str],
-    levels: Sequence[tuple[str, int]],
+    levels: Sequence[tuple[str, str]],
     cell: Callable[[str, str], tuple[int, str, str]],
-) -> Drawing:
-    """Coloured cells with words, one trace for each level that there is.
+) -> Cells:
+    """Coloured cells with words; the fewer names go across.
 
     Args:
-        levels: the name and the palette's number of each kind of cell.
+        levels: the name and the colour of each kind of cell.
         cell: of a row and a column the level, -1 for nothing, the text, and the note.
     """
-    cells = [[cell(row, column) for column in columns] for row in rows]
-    shared: Words = {
-        "type": "heatmap",
-        "x": columns,
-        "y": [_wrapped(row) for row in rows],
-        "customdata": [[note for _, _, note in line] for line in cells],
-        "hovertemplate": "%{customdata}<extra></extra>",
-        "texttemplate": "%{text}",
-        "showscale": False,
-        "showlegend": True,
-        "xgap": 3,
-        "ygap": 3,
-    }
-    data = [
-        shared
-        | {
-            "name": levels[level][0],
-            "z": [
-                [1 if cell_level == level else None for cell_level, _, _ in line] for line in cells
-            ],
-            "text": [
-                [text if cell_level == level else "" for cell_level, text, _ in line]
-                for line in cells
-            ],
-            "colorscale": [[end, colour(levels[level][1])] for end in (0, 1)],
-        }
-        for level in sorted({level for line in cells for level, _, _ in line if level >= 0})
-    ]
-    layout = {
-        "xaxis": {"showgrid": False, "side": "top", "type": "category", "tickangle": -45},
-        "yaxis": {"showgrid": False, "autorange": "reversed", "type": "category"},
-        "legend": {"y": -0.02, "yanchor": "top"},
-    }
-    return Drawing(data, layout, AROUND + 60 + CELL * len(rows), NAMES + COLUMN * len(columns))
+    if len(columns) > len(rows):
+        return Cells(columns, rows, levels, [[cell(x, y) for x in rows] for y in columns])
+    return Cells(rows, columns, levels, [[cell(x, y) for y in columns] for x in rows])
 
 
 def tiles(table: np.ndarray, rows: Sequence[int], columns: Sequence[int]) -> Drawing:
@@ -263,17 +278,10 @@ def tiles(table: np.ndarray, rows: Sequence[int], columns: Sequence[int]) -> Dra
 
 
 def _rank_colours(num_ranks: int) -> list[tuple[float, str]]:
-    """Steps of a colour scale: none for -1, then one for every rank.
-
-    Many go round the colours in order, so that the bar beside them tells which is which; every
-    other one is darker.
-    """
-    shades = colours(num_ranks)
-    if num_ranks > NUMBERED:
-        hues = np.linspace(0, 0.85, num_ranks)
-        shades = [hls_to_rgb(hue, 0.6 - 0.2 * (i % 2), 0.6) for i, hue in enumerate(hues)]
-    parts = [[str(round(255 * part)) for part in rgb] for rgb in shades]
-    steps = ["rgba(0,0,0,0)", *(f"rgb({','.join(three)})" for three in parts)]
+    """Steps of a colour scale: none for -1, then one for every rank."""
+    steps = ["rgba(0,0,0,0)"]
+    for shade in rank_colours(num_ranks):
+        steps.append(f"rgb({','.join(str(round(255 * part)) for part in rgb(shade))})")
     return [((i + end) / len(steps), shade) for i, shade in enumerate(steps) for end in (0, 1)]
 
 

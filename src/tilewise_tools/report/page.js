@@ -1,14 +1,17 @@
 "use strict";
 (() => {
   const dark = JSON.parse(document.getElementById("dark-colours").textContent);
-  const scheme = window.matchMedia("(prefers-color-scheme: dark)");
+  const scheme = window.matchMedia("screen and (prefers-color-scheme: dark)");
   const narrow = window.matchMedia("(max-width: 640px)");
+
+  const PAPER = 680; // pixels of a chart on A4
+  let printing = false;
 
   const ZOOM = ["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"];
 
   // Figures are written in the colours of light ground; on dark ground each has its sibling.
   const coloured = (value) => {
-    if (typeof value === "string") return (scheme.matches && dark[value]) || value;
+    if (typeof value === "string") return (scheme.matches && !printing && dark[value]) || value;
     if (Array.isArray(value)) return value.map(coloured);
     if (value && typeof value === "object") {
       const copy = {};
@@ -57,11 +60,17 @@
     };
   };
 
-  const fitted = (figure) => {
+  const fitted = (figure, holder) => {
     const made = coloured(figure);
     made.layout.template = template();
+    if (printing && !holder.classList.contains("square")) made.layout.width = PAPER;
     if (narrow.matches) {
       made.layout.dragmode = false; // a finger scrolls the page
+      // Lines are named by the legend: beside them is no room.
+      const others = (made.layout.annotations || []).filter((one) => one.name !== "line");
+      if (others.length < (made.layout.annotations || []).length) {
+        Object.assign(made.layout, { annotations: others, margin: {}, showlegend: true });
+      }
       const ticks = made.layout.xaxis.ticktext;
       if (ticks && ticks.length > 6) {
         made.layout.xaxis.ticktext = ticks.map((text, place) => (place % 2 ? "" : text));
@@ -78,7 +87,7 @@
 
   const draw = (holder) => {
     const text = holder.parentElement.querySelector("script[type='application/json']").textContent;
-    const { data, layout } = fitted(JSON.parse(text));
+    const { data, layout } = fitted(JSON.parse(text), holder);
     const rows = narrow.matches ? legendOf(data).rows : 0;
     if (holder.dataset.height) {
       holder.style.height = `${Number(holder.dataset.height) + 19 * Math.max(0, rows - 2)}px`;
@@ -101,7 +110,8 @@
     return { "xaxis.range": [from, to], ...(square ? { "yaxis.range": [to, from] } : {}) };
   };
 
-  const holders = () => [...document.querySelectorAll(".plot")];
+  // Those that are shown: of closed details none.
+  const holders = () => [...document.querySelectorAll(".plot")].filter((one) => one.offsetParent);
   const drawAll = () => {
     const drawn = holders().map(draw);
     Promise.all(drawn).then(() => {
@@ -121,6 +131,15 @@
       window.Plotly.relayout(holder, zoomed(holder, button));
     });
   }
+  for (const details of document.querySelectorAll("details.more")) {
+    details.addEventListener("toggle", drawAll);
+  }
+  const print = (now) => () => {
+    printing = now;
+    drawAll();
+  };
+  window.addEventListener("beforeprint", print(true));
+  window.addEventListener("afterprint", print(false));
   scheme.addEventListener("change", drawAll);
   narrow.addEventListener("change", drawAll);
   drawAll();

@@ -1,4 +1,4 @@
-"""One page in one file: words, tables and figures, with the script that draws them inside.
+"""One page in one file: words, tables and figures, and where there are charts what draws them.
 
 It asks no network for anything, and forbids it to itself.
 """
@@ -13,8 +13,11 @@ from string import Template
 from typing import NamedTuple
 
 from tilewise_tools.doctor import require
-from tilewise_tools.report.drawing import SERIES, Drawing, as_texts
+from tilewise_tools.report.drawing import Cells, Drawing, as_texts
 from tilewise_tools.report.words import NOTHING
+from tilewise_verify.palette import SERIES, ink_on, variables
+
+LONGEST_NUMBER = 24  # letters of a number with its unit
 
 
 class Fact(NamedTuple):
@@ -42,7 +45,7 @@ class Figure(NamedTuple):
     name: str  # of its place on the page, and of the PNG that the page saves
     title: str
     caption: str  # what to see in it; read out where it cannot be seen
-    drawing: Drawing
+    drawing: Drawing | Cells
     rows: TextTable | None = None  # what it was drawn from
     jumps: tuple[tuple[str, float, float], ...] = ()
 
@@ -57,6 +60,7 @@ class Section(NamedTuple):
     table: TextTable | None = None  # shown as it is
     narrow: bool = False
     picture: str = ""  # SVG, shown as it is
+    more: tuple[Figure, ...] = ()  # shown on demand
 
 
 class Page(NamedTuple):
@@ -68,27 +72,40 @@ class Page(NamedTuple):
     facts: tuple[Fact, ...]
     sections: tuple[Section, ...]
     notice: str = ""  # something to know first, such as lost rows
+    verdict: str = ""  # the answer, in a sentence or two
+
+
+NO_SCRIPT = (
+    '<noscript><p class="notice">The charts are drawn by the script in this file; the tables show '
+    "the same numbers.</p></noscript>"
+)
 
 
 def written(page: Page) -> str:
-    """The page as HTML, plotly's script embedded once."""
-    require("plotly", "a report's page")
-    from plotly.offline import get_plotlyjs
+    """Return the page as HTML; with charts it has plotly's script, 4.8 MB."""
+    figures = (x for section in page.sections for x in (*section.figures, *section.more))
+    scripts: list[str] = []
+    before = ""
+    if any(isinstance(figure.drawing, Drawing) for figure in figures):
+        require("plotly", "a report's page")
+        from plotly.offline import get_plotlyjs
 
-    scripts = {"plotly": get_plotlyjs().replace("\r\n", "\n"), "script": _resource("page.js")}
+        scripts = [get_plotlyjs().replace("\r\n", "\n"), _resource("page.js")]
+        dark = f'<script type="application/json" id="dark-colours">{_json(dict(SERIES))}</script>'
+        before = NO_SCRIPT + dark
     return Template(_resource("page.html")).substitute(
         kind=escape(page.kind),
         title=escape(page.title),
+        verdict=page.verdict and f'<p class="verdict">{escape(page.verdict)}</p>',
         lead=escape(page.lead),
         notice=page.notice and f'<p class="notice" role="note">{escape(page.notice)}</p>',
         facts="".join(map(_fact, page.facts)),
         links="".join(f'<a href="#{escape(s.name)}">{escape(s.title)}</a>' for s in page.sections),
-        sections="\n".join(map(_section, page.sections)),
+        sections=before + "\n".join(map(_section, page.sections)),
         version=version("tilewise"),
-        dark=_json(dict(SERIES)),
-        css=_resource("page.css"),
-        hashes=" ".join(map(_hash, scripts.values())),
-        **scripts,
+        css=variables() + _resource("page.css"),
+        sources=" ".join(map(_hash, scripts)) or "'none'",
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
     )
 
 
@@ -122,37 +139,73 @@ def _section(section: Section) -> str:
     if section.table:
         parts.append(f'<div class="card"><div class="scroll">{_table(section.table)}</div></div>')
     if section.picture:
-        parts.append(f'<div class="card">{section.picture}</div>')
+        parts.append(f'<div class="card"><div class="wide">{section.picture}</div></div>')
     if section.figures:
         inside = "".join(map(_figure, section.figures))
         parts.append(f'<div class="figures{" narrow" * section.narrow}">{inside}</div>')
+    for figure in section.more:
+        shown = f"<summary>{escape(figure.title)}</summary>{_figure(figure)}"
+        parts.append(f'<details class="more">{shown}</details>')
     return "".join([*parts, "</section>"])
 
 
 def _figure(figure: Figure) -> str:
+    drawing = figure.drawing
+    drawn = _cells(drawing) if isinstance(drawing, Cells) else _chart(figure, drawing)
+    rows = figure.rows and f'<div class="scroll">{_table(figure.rows)}</div>'
+    return (
+        f"<figure><h3>{escape(figure.title)}</h3><figcaption>{escape(figure.caption)}</figcaption>"
+        + drawn
+        + (f"<details><summary>Numbers</summary>{rows}</details>" if rows else "")
+        + "</figure>"
+    )
+
+
+def _chart(figure: Figure, drawing: Drawing) -> str:
     from plotly.graph_objects import Figure as PlotlyFigure
 
-    data, layout, height, width = figure.drawing
+    data, layout, height = drawing
     # plotly packs arrays and refuses words it does not know; page.js has the template
     words = as_texts({"data": data, "layout": layout | {"template": "none"}})
     drawn = PlotlyFigure(words).to_plotly_json()
-    size = f' data-height={height} style="height:{height}px;min-width:{width}px"' if height else ""
+    size = f' data-height={height} style="height:{height}px"' if height else ""
     jumps = "".join(
         f'<button type="button" data-figure="{escape(figure.name)}" data-from="{start!r}" '
         f'data-to="{stop!r}">{escape(name)}</button>'
         for name, start, stop in figure.jumps
     )
     jumps = jumps and f'<div class="jumps">{jumps}</div>'
-    rows = figure.rows and f'<div class="scroll">{_table(figure.rows)}</div>'
     return (
-        f"<figure><h3>{escape(figure.title)}</h3><figcaption>{escape(figure.caption)}</figcaption>"
         f'{jumps}<div class="wide"><script type="application/json">{_json(drawn)}</script>'
         f'<div class="plot{"" if height else " square"}" id="{escape(figure.name)}" role="img" '
         f'aria-label="{escape(f"{figure.title}. {figure.caption}")}"'
         f"{' data-zoom=yes' * bool(jumps)}{size}></div></div>"
-        + (f"<details><summary>Numbers</summary>{rows}</details>" if rows else "")
-        + "</figure>"
     )
+
+
+def _cells(cells: Cells) -> str:
+    """Return a table of coloured cells, with a key of the colours that it has."""
+
+    def shown(level: int, text: str, note: str) -> str:
+        if level < 0:
+            return f'<td title="{escape(note)}"></td>'
+        fill = cells.levels[level][1]
+        style = f"background:{fill};color:{ink_on(fill)}"
+        return f'<td style="{style}" title="{escape(note)}">{escape(text)}</td>'
+
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("", *cells.columns))
+    body = "".join(
+        f"<tr><th>{escape(name)}</th>{''.join(shown(*cell) for cell in line)}</tr>"
+        for name, line in zip(cells.rows, cells.lines, strict=True)
+    )
+    used = sorted({level for line in cells.lines for level, *_ in line if level >= 0})
+    key = "".join(
+        f'<span><i style="background:{cells.levels[level][1]}"></i>'
+        f"{escape(cells.levels[level][0])}</span>"
+        for level in used
+    )
+    table = f'<table class="cells"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<div class="wide">{table}</div><p class="key">{key}</p>'
 
 
 def _table(table: TextTable) -> str:
@@ -169,4 +222,5 @@ def _table(table: TextTable) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return not cell or cell[0].isdigit() or cell[0] in f"{NOTHING}-+"
+    is_short = len(cell) <= LONGEST_NUMBER
+    return not cell or (is_short and (cell[0].isdigit() or cell[0] in f"{NOTHING}-+"))

@@ -6,14 +6,16 @@ from functools import cached_property
 
 from tilewise.arguments import ITEM_BYTES
 from tilewise.plan.ir import Plan
+from tilewise.planning.advisor import Setting, nearest_settings
 from tilewise.planning.candidate import Candidate
+from tilewise.planning.reasons import TIE
 from tilewise.simulation.machine import Machine
-from tilewise.simulation.simulator import simulate
+from tilewise.simulation.simulator import Simulation, simulate
 from tilewise.workload import Workload
 from tilewise_tools.report import plan_charts
 from tilewise_tools.report.page import Fact, Page, Section, TextTable
 from tilewise_tools.report.studies import Studies, StudyEntry
-from tilewise_tools.report.timeline import timeline_figure
+from tilewise_tools.report.timeline import classes, timeline_figure
 from tilewise_tools.report.words import count, in_words, mask_words, quantity, short, times
 
 LONGEST_MASK = 200  # letters
@@ -41,6 +43,8 @@ class ReportedPlan:
     least_seconds: float = 0.0
     least_bytes: float = 0.0
     peak_bytes: int = 0  # of a device, where it has been counted
+    ties: tuple[str, ...] = ()  # strategies that take as long, as far as a simulation can tell
+    settings: tuple[Setting, ...] = ()  # the best of other libraries
 
     @property
     def plans(self) -> tuple[Plan, Plan]:
@@ -56,11 +60,12 @@ class ReportedPlan:
 def subject_of(candidate: Candidate) -> ReportedPlan:
     """A candidate, for its own layout, save and wire."""
     best = candidate.rows[0].seconds if candidate.rows else 1.0
+    ties = tuple(row.strategy for row in candidate.rows[1:] if row.seconds <= TIE * best)
     rows = tuple(
         (
             row.strategy,
             quantity(row.seconds, "s"),
-            times(row.seconds / best),
+            times(row.seconds / best) + ", tie" * (row.strategy in ties),
             quantity(row.exposed_seconds, "s"),
             quantity(row.overhead_seconds, "s"),
             quantity(row.sent_bytes, "B"),
@@ -71,15 +76,19 @@ def subject_of(candidate: Candidate) -> ReportedPlan:
         )
         for row in candidate.rows
     )
+    has_two = any(row.backward_plan != row.plan for row in candidate.rows)
+    width = len(RANKED) if has_two else len(RANKED) - 1
     return ReportedPlan(
         candidate.plan,
         candidate.own_work,
         candidate.machine,
         candidate.backward_plan,
         candidate.reason,
-        TextTable(RANKED, rows) if rows else None,
+        TextTable(RANKED[:width], tuple(row[:width] for row in rows)) if rows else None,
         *candidate.distances,
         candidate.peak_bytes,
+        ties,
+        nearest_settings(candidate),
     )
 
 
@@ -99,8 +108,9 @@ def page_of(
     reason = subject.reason or "What else one would try by hand, simulated on the same machine."
     sections = (
         Section("why", "Why this plan", reason, (plan_charts.seconds(every),), subject.ranked),
+        *_others(subject),
         _assignments(subject),
-        Section("when", "Timeline", figures=(timeline_figure(entry.simulation),)),
+        _timelines(entry.simulation),
         Section("traffic", "Traffic", figures=(plan_charts.bytes_by_link(every),)),
         Section(
             "elsewhere",
@@ -123,7 +133,56 @@ def page_of(
         lead,
         tuple(_facts(subject, other_entries)),
         sections,
+        verdict=_verdict(subject, other_entries),
     )
+
+
+def _verdict(subject: ReportedPlan, other_entries: list[StudyEntry]) -> str:
+    """Return what the plan takes, beside a ring, its ties and other libraries' best settings."""
+    seconds = subject.entry.simulation.seconds
+    sentences = [f"It takes {quantity(seconds, 's')} a layer"]
+    for entry in other_entries:
+        if entry.family == "ring" and entry.plan != subject.plan:
+            ratio = entry.simulation.seconds / seconds
+            word = f"{times(ratio)} faster" if ratio >= 1 else f"{times(1 / ratio)} slower"
+            sentences[0] += f", {word} than a ring"
+    if subject.ties:
+        sentences.append(f"It ties with {', '.join(subject.ties)} (within {TIE - 1:.1%})")
+    for setting in subject.settings:
+        more = setting.seconds / seconds
+        takes = "is as good" if more <= TIE else f"takes {times(more)} as long"
+        sentences.append(f"The best setting of {setting.library}, {setting.scheme}, {takes}")
+    return ". ".join(sentences) + "."
+
+
+def _others(subject: ReportedPlan) -> Iterator[Section]:
+    """Section of other libraries' best settings for the same layer and ranks."""
+    seconds = subject.entry.simulation.seconds
+    rows = tuple(
+        (
+            setting.library,
+            quantity(setting.seconds, "s"),
+            times(setting.seconds / seconds) + ", tie" * (setting.seconds <= TIE * seconds),
+            setting.options,
+            short(setting.plan),
+        )
+        for setting in subject.settings
+    )
+    if rows:
+        header = ("library", "both passes", "to this plan", "options", "moves the same as")
+        yield Section(
+            "others",
+            "Other libraries' best settings",
+            "The fastest setting that each library's code allows here, simulated on this machine.",
+            table=TextTable(header, rows),
+        )
+
+
+def _timelines(simulation: Simulation) -> Section:
+    """The ranks that wait longest, as most do, and least; others on demand."""
+    names = classes(simulation)
+    more = (timeline_figure(simulation),) if names else ()
+    return Section("when", "Timeline", figures=(timeline_figure(simulation, names),), more=more)
 
 
 def _facts(subject: ReportedPlan, other_entries: list[StudyEntry]) -> Iterator[Fact]:
@@ -166,10 +225,9 @@ def _assignments(subject: ReportedPlan) -> Section:
         "Rows are shards of queries, columns shards of keys and values: every cell is computed by "
         "one rank. A rank's own shards need not travel; all others of its rows and columns must."
     )
-    if groups > len(figures):
-        intro += f" The first {len(figures)} of {groups} groups of heads are shown; the others "
-        intro += "look the same, computed by other ranks."
-    return Section("assignment", "Assignment", intro, figures, narrow=len(figures) > 1)
+    if groups > 1:
+        intro += f" There are {groups} groups of heads, computed alike by different ranks."
+    return Section("assignment", "Assignment", intro, figures[:1], more=figures[1:])
 
 
 def _layout(work: Workload) -> str:

@@ -1,6 +1,6 @@
 """Timeline of a simulated plan: what its ranks do and when, both passes drawn as bars."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -28,6 +28,9 @@ LANE_NAMES = MappingProxyType(
 )
 
 
+NO_NAMES: Mapping[int, str] = MappingProxyType({})
+
+
 class Bar(NamedTuple):
     """Something that a rank did; several that followed at once are one."""
 
@@ -52,10 +55,31 @@ class TimelineBars(NamedTuple):
     end: float
 
 
-def timeline(simulation: Simulation) -> TimelineBars:
-    """The bars of a simulation, of the ranks that are not alike or of some evenly spread."""
+CLASSES = ("waits longest", "typical", "waits least")
+
+
+def classes(simulation: Simulation) -> dict[int, str]:
+    """Return the ranks that wait longest, as most do, and least; {} where no more than three
+    differ.
+    """
+    ranks = [use.rank for use in simulation.forward.ranks]
+    if len(ranks) <= len(CLASSES):
+        return {}
+    waits = {rank: sum(use.exposed_seconds for use in simulation.use(rank)) for rank in ranks}
+    ranks.sort(key=lambda rank: -waits[rank])
+    return dict(zip((ranks[0], ranks[len(ranks) // 2], ranks[-1]), CLASSES, strict=True))
+
+
+def timeline(simulation: Simulation, chosen: Collection[int] = ()) -> TimelineBars:
+    """The bars of a simulation, of the ranks that are not alike or of some evenly spread.
+
+    Args:
+        chosen: which of these ranks; none: all, up to MOST_ROWS.
+    """
     uses, first = simulation.forward.ranks, _first_steps(simulation)
-    if len(uses) > MOST_ROWS:
+    if chosen:
+        uses = [next(use for use in uses if use.rank == rank) for rank in chosen]
+    elif len(uses) > MOST_ROWS:
         uses = [uses[i * (len(uses) - 1) // (MOST_ROWS - 1)] for i in range(MOST_ROWS)]
     bars: list[Bar] = []
     begin = 0.0
@@ -117,9 +141,13 @@ def _note(lane: str, names: list[str], busy: float) -> str:
     return f"{lane_name} {names[0]}: {quantity(busy, 's')}".replace(f"{lane} {lane}", lane)
 
 
-def timeline_figure(simulation: Simulation) -> Figure:
-    """The timeline as a figure that can be zoomed."""
-    timeline_bars = timeline(simulation)
+def timeline_figure(simulation: Simulation, names: Mapping[int, str] = NO_NAMES) -> Figure:
+    """The timeline as a figure that can be zoomed.
+
+    Args:
+        names: of the ranks to show, in words; none: all ranks that differ, up to MOST_ROWS.
+    """
+    timeline_bars = timeline(simulation, names)
     num_shown, world_size = len(timeline_bars.ranks), simulation.world_size
     alike = len(simulation.forward.ranks)
     if alike == world_size:
@@ -128,13 +156,7 @@ def timeline_figure(simulation: Simulation) -> Figure:
         which = f"one rank, which stands for all {world_size}"
     else:
         which = f"{num_shown} of the {alike} ranks that stand for all {world_size}"
-    caption = (
-        f"The upper bar of a rank is itself: computing (with the merging that a tile needs), "
-        f"copying and merging, or waiting for messages. The thin bars "
-        f"below are its messages on each kind of link. Shown: {which}. Good plans have little "
-        "waiting, and messages that end while something is computed. Shown first: the first steps; "
-        "take the buttons, or drag across, to see others."
-    )
+    caption = HOW_TO_READ.format(which)
     jumps = (
         ("First steps", 0.0, _first_steps(simulation)),
         ("Forward", 0.0, timeline_bars.turn),
@@ -144,8 +166,18 @@ def timeline_figure(simulation: Simulation) -> Figure:
     rows = tuple(_row(simulation, *rank) for rank in timeline_bars.ranks)
     header = ("rank", "ranks like it", "compute", "copy and merge", "waiting", "idle", "sent")
     table = TextTable(header, rows)
-    title = "Timeline per rank, forward then backward"
-    return Figure("timeline", title, caption, _drawn(timeline_bars), table, jumps)
+    name, title = "timeline", "Timeline per rank, forward then backward"
+    if not names and classes(simulation):
+        name, title = "timeline-ranks", "Timeline of more ranks"
+    return Figure(name, title, caption, _drawn(timeline_bars, names), table, jumps)
+
+
+HOW_TO_READ = (
+    "Thick bars are the rank itself: it computes (merging included), copies and merges, or waits. "
+    "Thin bars are its messages on each kind of link. A good plan has little waiting: messages end "
+    "while something is computed. Shown: {}; first the first steps, others by the buttons or by "
+    "dragging."
+)
 
 
 def _row(simulation: Simulation, rank: int, members: int) -> tuple[str, ...]:
@@ -158,9 +190,12 @@ def _row(simulation: Simulation, rank: int, members: int) -> tuple[str, ...]:
     return str(rank), str(members), *seconds, quantity(num_bytes, "B")
 
 
-def _drawn(timeline_bars: TimelineBars) -> Drawing:
+def _drawn(timeline_bars: TimelineBars, in_words: Mapping[int, str]) -> Drawing:
     """Lying bars in rows, one trace per lane."""
-    names = [f"rank {rank}" + f"\n{CROSS}{like}" * (like > 1) for rank, like in timeline_bars.ranks]
+    names = [
+        f"rank {rank}" + f"\n{in_words.get(rank) or f'{CROSS}{like}' * (like > 1)}".rstrip("\n")
+        for rank, like in timeline_bars.ranks
+    ]
     bounds = [len(names) - 0.4, -0.95]
     rows = {"showgrid": False, "zeroline": False, "range": bounds, "fixedrange": True}
     above = {"y": -0.68, "xanchor": "left"}
