@@ -30,7 +30,7 @@ MEMORY_FREE = replace(
     kernels=tuple(replace(kernel, heads=0) for kernel in MACHINE.kernels),
     device="cpu",  # results were added at once
 )
-"""The machine of which the committed rows of contexts and of the map are."""
+"""The machine of which the committed rows of contexts are."""
 WORK = tw.Workload(1 << 14, 16, 16, 64)
 
 
@@ -383,17 +383,25 @@ def test_the_page_counts_what_the_map_gains():
     said = numbers_after("choosing.md", "A mesh inside it gains")
     assert said[:4] == [round(min(gained)), round(max(gained)), len(gained), len(many)]
     assert {row["best"] for row in many if row["gained"]} == {"ulysses x mesh"}
+    five, eight = of("causal", "5:5"), of("causal", "8:1")
+    gained = [row["gain"] for row in five if row["gained"]]
+    said = numbers_after("choosing.md", "which no degree divides, a mesh is")
+    assert said[:4] == [round(min(gained), 1), round(max(gained), 1), len(gained), len(five)]
+    assert {row["best"] for row in five if row["gained"]} == {"mesh"}
+    gained = [row["gain"] for row in eight if row["gained"]]
+    said = numbers_after("choosing.md", "alone or inside Ulysses, is")
+    assert said[:3] == [round(min(gained), 1), round(max(gained), 1), len(gained)]
     alone = of("causal_document", "64:8", node=1)
     gained = [row["gain"] for row in alone if row["gained"]]
     said = numbers_after("choosing.md", "on nodes of one device `needed` is")
-    assert said == [round(min(gained), 1), round(max(gained), 1), len(gained), len(alone)]
+    assert said[:4] == [round(min(gained), 1), round(max(gained), 1), len(gained), len(alone)]
     others = [row["known"] for row in alone if not row["gained"]]
     assert numbers_after("choosing.md", "In the other") == [len(others)]
     assert {*others} == {"all-gather"}
-    inside = of("causal_document", "64:8", node=8)
-    split = [row["gained"] for row in of("causal_document", "32:32")]
-    assert not any(row["gained"] for row in inside)
-    assert numbers_after("choosing.md", "Inside a node of") == [8, 32, 32, sum(split)]
+    inside, split = of("causal_document", "64:8", node=8), of("causal_document", "32:32")
+    assert {row["plan"] for row in split if row["gained"]} == {"tiled"}
+    counts = [x for rows in (inside, split) for x in (sum(x["gained"] for x in rows), len(rows))]
+    assert numbers_after("choosing.md", "On nodes of") == [8, *counts[:2], 32, 32, *counts[2:]]
 
 
 def test_the_pages_show_the_rows_of_the_lab():
@@ -553,7 +561,7 @@ def test_committed_rows_of_contexts_are_what_the_command_makes():
 def test_committed_rows_of_the_map_are_what_the_command_makes():
     known = {json.dumps(x["case"]): x["rows"] for x in contexts.read_rows(where.ROWS)}
     for at in (("causal", (64, 8), 8, 8192), ("causal_document", (64, 8), 1, 1024)):
-        task = where.Task(*at, USUAL, MEMORY_FREE)
+        task = where.Task(*at, USUAL, MACHINE)
         assert json.loads(json.dumps(where.rows_of(task))) == known[json.dumps(task.key)]
 
 
