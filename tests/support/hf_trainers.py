@@ -289,6 +289,51 @@ def _kto(run: Run, model: Any, folder: str, given: Any) -> Any:
     )
 
 
+def _orpo(run: Run, model: Any, folder: str, given: Any) -> Any:
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    return _with_pairs(ORPOTrainer, ORPOConfig, model, folder, given)
+
+
+def _cpo(run: Run, model: Any, folder: str, given: Any) -> Any:
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    return _with_pairs(CPOTrainer, CPOConfig, model, folder, given)
+
+
+def _with_pairs(trainer: Any, config: Any, model: Any, folder: str, given: Any) -> Any:
+    from datasets import Dataset
+
+    columns = {"prompt": texts(seed=1), "chosen": texts(seed=2), "rejected": texts(seed=3)}
+    return trainer(
+        model,
+        args=config(folder, **{"max_length": 64} | given),
+        train_dataset=Dataset.from_dict(columns),
+        processing_class=tokenizer(),
+    )
+
+
+def _gkd(run: Run, model: Any, folder: str, given: Any) -> Any:
+    from datasets import Dataset
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    torch.manual_seed(11)
+    teacher = type(model)(copy.deepcopy(model.config))
+    data = Dataset.from_list(
+        [
+            {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
+            for a, b in zip(texts(), texts(seed=5), strict=True)
+        ]
+    )
+    return GKDTrainer(
+        model,
+        teacher_model=teacher,
+        args=GKDConfig(folder, **{"max_length": 64, "max_new_tokens": 8} | given),
+        train_dataset=data,
+        processing_class=tokenizer(),
+    )
+
+
 def _reward(run: Run, model: Any, folder: str, given: Any) -> Any:
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification
@@ -348,6 +393,9 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "sft": _sft,
     "dpo": _dpo,
     "kto": _kto,
+    "orpo": _orpo,
+    "cpo": _cpo,
+    "gkd": _gkd,
     "reward": _reward,
     "grpo": _grpo,
     "rloo": _rloo,

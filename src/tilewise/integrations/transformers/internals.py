@@ -28,13 +28,18 @@ from tilewise.integrations.transformers.forward import split_forward, whole_logi
 RUN = frozenset(
     ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer")
 )
+RUN_EXPERIMENTAL = frozenset(("CPOTrainer", "GKDTrainer", "ORPOTrainer"))
+"""Of trl.experimental, where others have the names of those above too."""
 INSTEAD = MappingProxyType(
     {
         "Seq2SeqTrainer": "models with an encoder and a decoder have cross attention; use Trainer "
         "with a decoder alone",
     }
 )
-OTHERWISE = "use Trainer or TRL's trainers for SFT, DPO, KTO, GRPO or RLOO, or set cp_size=1"
+OTHERWISE = (
+    "use Trainer or TRL's trainers for SFT, DPO, KTO, GRPO, RLOO, rewards, ORPO, CPO or GKD, or "
+    "set cp_size=1"
+)
 
 
 def split_size() -> int:
@@ -358,7 +363,7 @@ def refused_trainer(trainer: Any) -> str | None:
     for of in type(trainer).__mro__:
         package = of.__module__.split(".")[0]
         if package == "trl" and of.__name__.endswith("Trainer") and not of.__name__.startswith("_"):
-            if of.__name__ not in RUN or "experimental" in of.__module__:
+            if of.__name__ not in (RUN_EXPERIMENTAL if "experimental" in of.__module__ else RUN):
                 return f"{of.__name__} cannot split its rows: {INSTEAD.get(of.__name__, OTHERWISE)}"
             break
         if of.__name__ in INSTEAD:
@@ -433,21 +438,41 @@ def _adapt(trainer: Any) -> None:
     trainer.train = train_anew
     if hasattr(trainer, "_generate_and_score_completions"):
         complete = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = _of_first_rank(complete, trainer.accelerator)
+    if hasattr(trainer, "generate_on_policy_outputs"):
+        _adapt_distillation(trainer)
 
-        @functools.wraps(complete)
-        def completions(*args: Any, **given: Any) -> Any:
-            accelerator = trainer.accelerator
-            group = accelerator.torch_device_mesh["cp"].get_group()
-            _share_random_state(group)
-            accelerator.cuts_rows = True
-            try:
-                made = from_first_rank(complete(*args, **given), group)
-            finally:
-                accelerator.cuts_rows = False
-            _share_random_state(group)  # TRL shuffles them next
-            return made
 
-        trainer._generate_and_score_completions = completions
+def _of_first_rank(complete: Callable[..., Any], accelerator: Any) -> Callable[..., Any]:
+    """A Trainer's completions, which the first rank of a row's ranks hands to the others."""
+
+    @functools.wraps(complete)
+    def completions(*args: Any, **given: Any) -> Any:
+        group = accelerator.torch_device_mesh["cp"].get_group()
+        _share_random_state(group)
+        accelerator.cuts_rows = True
+        try:
+            made = from_first_rank(complete(*args, **given), group)
+        finally:
+            accelerator.cuts_rows = False
+        _share_random_state(group)  # TRL shuffles them next
+        return made
+
+    return completions
+
+
+def _adapt_distillation(trainer: Any) -> None:
+    """Let the ranks of a row agree whether a step of GKD generates, and what."""
+    generate, step = trainer.generate_on_policy_outputs, trainer.training_step
+    named = _of_first_rank(lambda *args: dict(enumerate(generate(*args))), trainer.accelerator)
+    trainer.generate_on_policy_outputs = lambda *args: tuple(named(*args).values())
+
+    @functools.wraps(step)
+    def training_step(*args: Any, **given: Any) -> Any:
+        _share_random_state(trainer.accelerator.torch_device_mesh["cp"].get_group())
+        return step(*args, **given)
+
+    trainer.training_step = training_step
 
 
 def _reads_no_logits(trainer: Any) -> bool:
@@ -508,7 +533,7 @@ def _share_random_state(group: Any) -> None:
         torch.cuda.set_rng_state(state[3])
 
 
-def from_first_rank(values: dict[str, Any], group: Any) -> dict[str, Any]:
+def from_first_rank(values: dict[Any, Any], group: Any) -> dict[Any, Any]:
     """The values of a group's first rank, on all of them: others may have been sampled otherwise.
 
     Args:
@@ -520,7 +545,7 @@ def from_first_rank(values: dict[str, Any], group: Any) -> dict[str, Any]:
     ]
     dist.broadcast_object_list(described, first, group=group)
     device = next(x.device for x in values.values() if isinstance(x, Tensor))
-    made: dict[str, Any] = {}
+    made: dict[Any, Any] = {}
     for name, x in described[0].items():
         if isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], torch.dtype):
             mine = values[name].contiguous() if dist.get_rank() == first else None
