@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from benchmarks import planner_choices
 from benchmarks.study.__main__ import STUDIES
 
 ROOT = Path(__file__).parents[1]
@@ -98,6 +99,35 @@ def _stress_claims(tables: Tables) -> list[str]:
         cell,
         "ours (a double ring; of which bytes)",
     )
+
+
+def _schedules(tables: Tables) -> list[str]:
+    names = {"greedy": "greedy", "paper": "the paper's rule", "eager": "eager",
+             "kv_first": "KV first", "gather": "gather"}  # fmt: skip
+    rows: list[list[str]] = []
+    for tokens in sorted({row["tokens"] for row in tables["schedules"]}):
+        mine = [row for row in tables["schedules"] if row["tokens"] == tokens]
+        pace = [row["kernels over messages"] for row in mine]
+        length = f"{tokens >> 20}M" if tokens >> 20 else f"{tokens >> 10}K"
+        cells = [length, f"{min(pace):.2f} to {max(pace):.2f}"]
+        for name in names:
+            over = [100 * (row[name] / row["optimum"] - 1) for row in mine]
+            low = f"{min(over):.1f}".replace("0.0", "0")
+            cells.append(f"{low} to {max(over):.1f} %")
+        rows.append(cells)
+    return lines_of(["tokens", "kernels over messages", *names.values()], rows)
+
+
+def _choices(tables: Tables) -> list[str]:
+    header = ["machine", "ranks", "heads", "mask", "ms", "search, s", "choice"]
+    rows: list[list[object]] = []
+    for row in tables["choices"]:
+        mask = f"{row['mask']}, {row['layout']}" if row["layout"] else row["mask"]
+        names = dict.fromkeys((row["plan"], row["backward_plan"]))
+        rows.append([row["machine"], row["ranks"], row["heads"], mask,
+                     f"{1e3 * row['seconds']:.4g}", f"{row['search_seconds']:.1f}",
+                     " / ".join(names)])  # fmt: skip
+    return lines_of(header, rows)
 
 
 def _video(tables: Tables) -> list[str]:
@@ -260,7 +290,8 @@ class DocsTable(NamedTuple):
     """A table of a page.
 
     Attributes:
-        study: that has its rows, or "papers", which is benchmarks/papers.py.
+        study: that has its rows; or "papers", which is benchmarks/papers.py; or "choices", the file
+            that benchmarks/planner_choices.py --write has written.
     """
 
     page: str
@@ -271,7 +302,9 @@ class DocsTable(NamedTuple):
 TABLES = MappingProxyType(
     {
         "controls": DocsTable("studies.md", "controls", _controls),
+        "schedules": DocsTable("studies.md", "schedules", _schedules),
         "model": DocsTable("studies.md", "model", _model),
+        "choices": DocsTable("planner.md", "choices", _choices),
         "stress": DocsTable("studies.md", "stress", _stress),
         "stress_claims": DocsTable("studies.md", "stress", _stress_claims),
         "video": DocsTable("studies.md", "video", _video),
@@ -294,6 +327,9 @@ def rows_of(studies: Sequence[str]) -> Tables:
     found: Tables = {}
     if "papers" in studies:
         found["papers"] = _run(["benchmarks/papers.py", "--json"])
+    if "choices" in studies:
+        choices = planner_choices.read(planner_choices.STORED)
+        found["choices"] = [case._asdict() | made._asdict() for case, made in choices.items()]
     named = [name for name in studies if name in STUDIES]
     if named:
         tables = _run(["-m", "benchmarks.study", *named, "--json"])["studies"]

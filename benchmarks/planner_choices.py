@@ -1,8 +1,6 @@
 """Choices of the planner on 45 described cases, beside choices that were stored before.
 
-The stored ones, benchmarks/cases/planner_choices.csv, are those of commit 8fe5a37; the window on 64
-ranks is of b1d55e4, under prices in which copies and merges are free. A choice may take 1 % longer
-than the stored one, by simulation.
+A choice may take 1 % longer, by simulation, than the one in benchmarks/cases/planner_choices.csv.
 
     python benchmarks/planner_choices.py [--only 0,5,23] [--json] [--write FILE.csv]
 """

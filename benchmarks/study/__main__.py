@@ -111,7 +111,7 @@ class StudyOptions(NamedTuple):
 def _study(options: StudyOptions, about: WorkOptions) -> None:
     """Run the papers' studies.
 
-    All but the measured memory and train is simulated. contexts takes half an hour of two cores
+    All but the measured memory and train is simulated. contexts takes half a day of two cores
     where no row is there yet: what is done is kept, the same command goes on, and fewer --draws or
     some --method take less. The others take minutes; one that is stopped goes on too.
     """

@@ -215,7 +215,7 @@ def contexts(
         yield _table(mask, [*rows.values()], work, machine, chosen, sampler)
 
 
-SECONDS = 0.012
+SECONDS = 0.3
 """Of one core, for all methods of a draw of documents, over the square of the devices."""
 
 

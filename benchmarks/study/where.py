@@ -114,10 +114,13 @@ def where(work: tw.Workload, machine: Machine, *, path: Path = ROWS) -> Iterator
     units = {"mask": "", "heads": "", "node": "", "Gbit/s": "", "tokens a device": "", "best": "",
              "plan": "", "time": "s", "best of the known": "", "gain": "x",
              "over ring": "x"}  # fmt: skip
-    cases = [(mask, *rest, tokens) for mask in MASKS for *rest, tokens in
-             product(HEADS, NODES, TOKENS[mask])]  # fmt: skip
-    cases += product(("causal",), LEFT_HEADS, (1,), TOKENS["causal"])
-    tasks = [Task(*case, work, machine) for case in cases]
+    tasks = [
+        Task(mask, *at, work, machine)
+        for mask in MASKS
+        for at in product(HEADS, NODES, TOKENS[mask])
+    ]
+    left = product(LEFT_HEADS, TOKENS["causal"])
+    tasks += [Task("causal", heads, 1, tokens, work, machine) for heads, tokens in left]
     known = {json.dumps(row["case"]): row["rows"] for row in read_rows(path) if "case" in row}
     todo = [task for task in tasks if json.dumps(task.key) not in known]
     names = [", ".join(map(str, task.key[:4])) for task in todo]

@@ -74,7 +74,7 @@ def variables() -> str:
     )
 
 
-def chart_style() -> dict[str, Any]:
+def chart_style() -> dict[Any, Any]:
     """Return settings of matplotlib (rc_context) that give a chart the looks of a page."""
     ink, quiet, line, frame = (GROUNDS[name][0] for name in ("ink", "quiet", "line", "frame"))
     shades = ", ".join(repr(light) for light, _ in SERIES)
