@@ -49,10 +49,9 @@ from tilewise_tools.mask_report.figures import (
     report,
     total,
 )
-from tilewise_tools.mask_report.named import drawn
+from tilewise_tools.mask_report.named import DRAWN, drawn
 
 COMPARED = {name: LAYOUTS[name] for name in ("contiguous", "zigzag", "striped", "balanced")}
-FIXED = ("full", "causal", "sliding_window", "sliding_window_causal")  # the same with every seed
 CORPORA = (("prolong512k", 4, 0.0), ("pile", 4, 0.0), ("prolong512k", 1, 0.6), ("pile", 1, 0.6))
 """Corpus, how many longest documents fill a sequence, share of the benchmark's long documents."""
 
@@ -127,7 +126,7 @@ def pattern_row(name: str, case: MaskCase, seed: int) -> PatternRow:
 
 def seeds_of(name: str, num_seeds: int) -> range:
     """The seeds worth drawing: one, where nothing is drawn."""
-    return range(1 if name in FIXED else num_seeds)
+    return range(num_seeds if name in DRAWN else 1)
 
 
 def joined(rows: Sequence[PatternRow]) -> PatternRow:
@@ -366,9 +365,8 @@ def draw_pictures(folder: Path) -> None:
     """Draw every pattern under balanced, and a few under other layouts."""
     for name, layout in (*((name, "balanced") for name in masks.ALL_NAMES), *MORE_PICTURES):
         path = folder / f"mask_{name}{'' if layout == 'balanced' else '_' + layout}.png"
-        draw_mask(
-            MaskOptions(name, PICTURED_TOKENS, PICTURED_RANKS, layout, PICTURED_SEED, png=path)
-        )
+        seed = PICTURED_SEED if name in DRAWN else None
+        draw_mask(MaskOptions(name, PICTURED_TOKENS, PICTURED_RANKS, layout, seed, png=path))
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)

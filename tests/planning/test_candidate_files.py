@@ -40,9 +40,9 @@ def test_a_preset_is_planned_as_its_options_say():
         return CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "100"}).stdout
 
     said = run("--world-size", "8", "--preset", "flux")
-    assert "4608 tokens, 24:24 heads of 128, bfloat16, Full(), joint" in said
+    assert "4.5K tokens, 24:24 heads of 128, bfloat16, Full(), joint" in said
     said = run("--world-size", "4", "--preset", "wan", "--heads", "8:8", "--num-tokens", "4K")
-    assert "4096 tokens, 8:8 heads of 128, bfloat16, Full(), contiguous" in said
+    assert "4K tokens, 8:8 heads of 128, bfloat16, Full(), contiguous" in said
 
 
 def test_a_candidate_runs_after_it_was_read(tmp_path: Path):

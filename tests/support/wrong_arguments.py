@@ -408,7 +408,9 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     }  # fmt: skip
     yield "cp.gather", of(cp, "gather"), {"x": torch.ones(16, 2), "dim": 0, "mask": MASK}
     named = {"x": torch.ones(16, 2), "positions": torch.tensor([3, -1]), "dim": 0}
-    yield "Chosen", tw.Chosen, {"positions": torch.zeros(16, 3).long(), "within": MASK}
+    yield "Chosen", tw.Chosen, {
+        "positions": torch.zeros(16, 3).long(), "within": MASK, "window": 2,
+    }  # fmt: skip
     yield "cp.gather_rows", of(cp, "gather_rows"), named
     indexer = {"q_index": torch.ones(16, 2, 4), "k_index": torch.ones(16, 4)}
     yield "cp.index", of(cp, "index"), {
@@ -527,7 +529,9 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     yield "hf.trainer_args", hf.trainer_args, lambda: {
         "cp": cp(), "model": model(), "args": None, "train_dataset": [], "eval_dataset": [],
     }  # fmt: skip
-    yield "hf.shard", hf.shard, lambda: {"cp": cp(), "input_ids": ids()}
+    yield "hf.shard", hf.shard, lambda: {
+        "cp": cp(), "input_ids": ids(), "indices": [torch.zeros(1, 16, 2, dtype=torch.int64)],
+    }  # fmt: skip
     yield "hf.shard(columns)", lambda **x: hf.shard(cp(), ids(), **x), {
         "cu_seqlens": [0, 16], "labels": ids(), "attention_mask": None, "shift_labels": True,
     }  # fmt: skip

@@ -82,10 +82,10 @@ def test_a_group_of_one_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--world-size", "1"], r"world_size \(1\) must be from 2 to 64"),
+        (["--world-size", "1"], r"--world-size \(1\) must be from 2 to 64"),
         (
             ["--world-size", "4", "--node-size", "3"],
-            r"node_size \(3\) must divide world_size \(4\)",
+            r"--node-size \(3\) must divide --world-size \(4\)",
         ),
         (["-o", "/nowhere/at/all.toml"], "is no folder; make it, or write all.toml elsewhere"),
     ],

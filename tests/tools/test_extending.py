@@ -178,7 +178,7 @@ def test_a_plan_of_ones_own_is_shown_and_simulated(folder: Path):
     assert tw.parse(ran("show", "plans.py:fixed")[1]) == tw.mesh(4, q_tile=2)
     for words, message in (
         (("show", own), "is a function of the number of ranks; add --world-size"),
-        (("show", "plans.py:fixed", "--world-size", "8"), "is for 4 ranks, not for 8"),
+        (("show", "plans.py:fixed", "--world-size", "8"), "is for 4 ranks, but --world-size is 8"),
     ):
         code, said = ran(*words)
         assert code == 2 and message in said and said.count("\n") == 1
@@ -187,7 +187,7 @@ def test_a_plan_of_ones_own_is_shown_and_simulated(folder: Path):
 @pytest.mark.parametrize(
     ("name", "text", "word", "message"),
     [
-        ("bad_plan.py", "import tilewise as tw\nf = tw.ring(3)\n", "strategy", "for 3 ranks, not"),
+        ("bad_plan.py", "import tilewise as tw\nf = tw.ring(3)\n", "strategy", "for 3 ranks, but"),
         ("bad_plan2.py", "f = lambda n: 7\n", "strategy", "must be a Plan, such as tw.ring(n)"),
         (
             "bad_plan3.py",

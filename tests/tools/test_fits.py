@@ -149,7 +149,7 @@ def test_the_command_says_the_same(config: Any, tmp_path: Path):
         (("--memory", "much"), "--memory ('much') must be a number of bytes"),
         (("--num-tokens", "-1"), "--num-tokens ('-1') must be a number"),
         (("--cp", "4", "--num-tokens", "3"), "--num-tokens (3) must be at least --cp (4)"),
-        (("--cp", "4", "--strategy", "ring(2)"), "is for 2 ranks, but --world-size is 4"),
+        (("--cp", "4", "--strategy", "ring(2)"), "is for 2 ranks, but --cp is 4"),
         (("--cp", "4", "--strategy", "rung(4)"), "rung"),
     ],
 )

@@ -144,7 +144,7 @@ def test_without_root_the_command_says_so_and_falls_back(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--strategy ring(3)", "ring(3) is for 3 ranks, but --world-size is 2"),
+        ("--strategy ring(3)", "ring(3) is for 3 ranks, but --hosts x --ranks-per-host is 2"),
         ("--strategy rong(2)", "strategy 'rong' is not known"),
         ("--mbit 0", "mbit (0.0) must be from 1 to 100000"),
         ("--mask nothing", "mask 'nothing' is not known"),

@@ -31,11 +31,10 @@ from tilewise_tools.cli.output import (
 )
 from tilewise_tools.doctor import require
 from tilewise_tools.mask_report.figures import LAYOUTS, MaskCase, imbalance, load
-from tilewise_tools.mask_report.named import CORPUS, WINDOWED, Axes, mask_of
+from tilewise_tools.mask_report.named import CORPUS, DRAWN, Axes, mask_of
 from tilewise_tools.mask_report.view import MaskView, colours, draw, painted, view
 from tilewise_verify.palette import ink_on, rank_colours
 
-DRAWN = tuple(name for name in masks.ALL_NAMES[2:] if name not in WINDOWED)
 SIGNS = "0123456789abcdefghijklmnopqrstuvwxyz"
 NUMBERED = 16
 WHITE = 1.0

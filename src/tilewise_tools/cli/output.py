@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -38,14 +39,16 @@ def refusing_bad_input(names: Mapping[str, str] = MappingProxyType({})) -> Itera
     code 1 where memory does not do.
 
     Args:
-        names: options by the names that the library's messages begin with, as in
-            {"world_size": "--world-size"}.
+        names: options by the library's names, as in {"world_size": "--world-size"}. A name is
+            replaced where it begins the message or its value follows in parentheses.
     """
     try:
         yield
     except (ValueError, MissingExtraError) as error:
-        first, *others = str(error).split() or [type(error).__name__]
-        print_error(f"tilewise: {' '.join([names.get(first, first), *others])}")
+        said = " ".join(str(error).split()) or type(error).__name__
+        for name, option in names.items():
+            said = re.sub(rf"^{name}\b|\b{name}(?= \()", option, said)
+        print_error(f"tilewise: {said}")
         raise typer.Exit(BAD_INPUT) from None
     except MemoryError as error:
         print_error(f"tilewise: out of memory; take fewer tokens or ranks ({error})")

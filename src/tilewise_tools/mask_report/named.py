@@ -23,6 +23,8 @@ CAP = 4  # the longest document is this part of the sequence
 CORPUS = "prolong512k"
 MOST_BLOCKS = 8  # of a document of LongCA-bench's block_causal_document
 WINDOWED = "sliding_window", "sliding_window_causal", "global_sliding_window"
+FIXED = "full", "causal", "sliding_window", "sliding_window_causal"  # the same with every seed
+DRAWN = tuple(name for name in masks.ALL_NAMES if name not in FIXED)
 
 
 class Axes(NamedTuple):
