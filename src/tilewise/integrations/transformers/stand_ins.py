@@ -13,6 +13,7 @@ from torch import nn
 
 import tilewise as tw
 from tilewise.integrations.transformers.attention import refuse
+from tilewise.integrations.transformers.counted_positions import positions_moved
 from tilewise.integrations.transformers.dropout import rows_dropped
 from tilewise.integrations.transformers.experts import (
     ASKS,
@@ -76,6 +77,7 @@ def _before(called: Any, _: Any, given: dict[str, Any]) -> None:
     if error is not None:
         refuse(ranks.cp, error)
     stack.enter_context(standing_in(called, ranks.model_class, ranks.cp))
+    stack.enter_context(positions_moved(ranks.cp))
 
 
 @not_compiled
