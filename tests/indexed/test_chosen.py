@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.chosen_problems import Problem, choices, compare, dense, problem
+from support.chosen_problems import (
+    Problem,
+    beside,
+    choices,
+    chosen_by,
+    compare,
+    dense,
+    indexer,
+    problem,
+)
 from support.drawn_layouts import drawn, drawn_mask, normal
 from torch import Tensor
 
@@ -36,10 +45,28 @@ def test_a_window_beside_a_choice(seed: int):
     mask = mask & tw.Document(split.cu_seqlens) if draw.random() < 0.6 else mask
     allowed = mask.dense(np.arange(n), np.arange(n))
     given = problem(draw, allowed, seed)
-    near = allowed & (tw.Window(window - 1, 0)).dense(np.arange(n), np.arange(n))
-    keys = torch.where(torch.from_numpy(near), torch.arange(n), -1).expand(len(given.q), -1, -1)
-    both = given._replace(positions=torch.cat([given.positions, keys], -1))
-    compare(given, split.layout, mask, window=window, wanted=both)
+    compare(given, split.layout, mask, window, beside(given, allowed, window))
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 300))]
+)
+def test_a_choice_and_the_attention_to_it_are_those_of_dense_formulas(seed: int):
+    """Over layouts of 1 to 8 ranks, documents, masks, k, ties, sinks, windows and batches."""
+    split, draw = drawn(seed), Random(seed)
+    n, mask = split.layout.num_tokens, drawn_mask(draw, split.layout.num_tokens)
+    mask = mask & tw.Document(split.cu_seqlens) if draw.random() < 0.5 else mask
+    allowed = mask.dense(np.arange(n), np.arange(n))
+    given, k = problem(draw, allowed, seed), draw.randint(1, n)
+    ties = draw.random() < 0.6
+    whole = indexer(n, len(given.q), draw.choice([1, 3]), seed, ties=ties)
+    lists = [chosen_by(scores, allowed, k) for scores in whole.scores()]
+    filled = [[row + [-1] * (k - len(row)) for row in entry] for entry in lists]
+    wanted = given._replace(positions=torch.tensor(filled))
+    window = draw.choice([None, draw.randint(1, 9)])
+    if window is not None:
+        wanted = beside(wanted, allowed, window)
+    compare(given, split.layout, mask, window, wanted, choosing=(whole, k))
 
 
 def test_a_block_of_one_query(monkeypatch: pytest.MonkeyPatch):

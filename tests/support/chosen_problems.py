@@ -1,4 +1,5 @@
-"""Attention to chosen keys on all ranks, beside dense attention with the same pairs in fp64."""
+"""Attention to chosen keys on all ranks, beside dense attention with the same pairs in fp64; and
+indexers that choose them, beside the whole table of scores."""
 
 from __future__ import annotations
 
@@ -11,6 +12,42 @@ from support.drawn_layouts import normal
 from torch import Tensor
 
 import tilewise as tw
+
+
+class Indexer(NamedTuple):
+    """Operands of the whole sequence: [(batch,) tokens, heads, width], and one key a token."""
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+
+    def scores(self) -> Tensor:
+        """[(batch,) queries, keys], written out."""
+        products = torch.einsum("...qhd,...kd->...hqk", self.q, self.k).relu()
+        return torch.einsum("...hqk,...qh->...qk", products, self.weights)
+
+    def on_rank(self, cp: tw.ContextParallel) -> Indexer:
+        dim = self.k.ndim - 2
+        return Indexer(*(cp.shard(x, dim) for x in self))
+
+
+def indexer(
+    num_tokens: int, batch: int | None, heads: int, seed: int, *, ties: bool, width: int = 5
+) -> Indexer:
+    """Random operands; with ties small whole numbers, whose scores are exact and often equal."""
+    before = () if batch is None else (batch,)
+    shapes = ((num_tokens, heads, width), (num_tokens, width), (num_tokens, heads))
+    found = [normal(*before, *shape, seed=seed + i) for i, shape in enumerate(shapes)]
+    return Indexer(*(x.round() for x in found)) if ties else Indexer(*found)
+
+
+def chosen_by(scores: Tensor, allowed: np.ndarray, k: int) -> list[list[int]]:
+    """The best k visible keys of each row of [queries, keys], of equal ones the lower positions."""
+    found = []
+    for row, seen in zip(scores.tolist(), allowed, strict=True):
+        order = sorted(np.flatnonzero(seen).tolist(), key=lambda at, row=row: (-row[at], at))
+        found.append(sorted(order[:k]))
+    return found
 
 
 class Problem(NamedTuple):
@@ -73,6 +110,14 @@ def problem(draw: Random, allowed: np.ndarray, seed: int) -> Problem:
     )
 
 
+def beside(given: Problem, allowed: np.ndarray, window: int) -> Problem:
+    """The same with the keys of a window in each list, behind those chosen; some stand twice."""
+    every = np.arange(len(allowed))
+    near = torch.from_numpy(allowed & tw.Window(window - 1, 0).dense(every, every))
+    keys = torch.where(near, torch.arange(len(allowed)), -1).expand(len(given.q), -1, -1)
+    return given._replace(positions=torch.cat([given.positions, keys], -1))
+
+
 def dense(given: Problem, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Any:
     """out and lse of the whole table of scores."""
     n, heads = q.shape[1], q.shape[2]
@@ -103,11 +148,14 @@ def compare(
     window: int | None = None,
     wanted: Problem | None = None,
     computed: Computed = FP64,
+    choosing: tuple[Indexer, int] | None = None,
 ) -> None:
     """out, lse and each gradient of all ranks are those of the dense formula in fp64.
 
     Args:
         wanted: whose positions the formula has; None: given's.
+        choosing: an indexer of given's batch, and how many keys of a query cp.index chooses by it,
+            in place of given's positions.
     """
     given, bound = given.rounded(computed.dtype), computed.bound
     leaves = [
@@ -122,6 +170,9 @@ def compare(
         cp = tw.ContextParallel(group, num_tokens=layout.num_tokens, layout=layout, mask=mask)
         own = [cp.shard(x, 1) for x in (given.q, given.k, given.v, given.positions)]
         own, weights = [x[0] if squeezed else x for x in own], given.weights
+        if choosing is not None:
+            operands = choosing[0].on_rank(cp)
+            own[3] = cp.index(*(x[0] if squeezed else x for x in operands), choosing[1])
         mine = [x.clone().requires_grad_() for x in own[:3]]
         mine += [] if given.sink is None else [given.sink.clone().requires_grad_()]
         sink = mine[3] if given.sink is not None else None

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from support.chosen_problems import Computed, compare, problem
+from support.chosen_problems import Computed, beside, compare, problem
 from support.drawn_layouts import drawn, drawn_mask, normal
 from torch import Tensor
 
@@ -216,10 +216,7 @@ def of_calls(seeds: Iterable[int]) -> None:
         given, wanted, window = problem(rng, allowed, seed), None, None
         if seed % 2:
             window = rng.randint(1, 9)
-            near = allowed & tw.Window(window - 1, 0).dense(np.arange(n), np.arange(n))
-            keys = torch.where(torch.from_numpy(near), torch.arange(n), -1)
-            keys = keys.expand(len(given.q), -1, -1)
-            wanted = given._replace(positions=torch.cat([given.positions, keys], -1))
+            wanted = beside(given, allowed, window)
         compare(given, split.layout, mask, window, wanted, computed)
 
 
