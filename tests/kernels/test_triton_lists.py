@@ -10,7 +10,8 @@ from support.alone import INTERPRETED, run_alone, skip_where_the_interpreter_fai
 from tilewise.indexed.lists import REFERENCE, list_kernel
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "triton_lists.py"
-BOUNDS = {"fp32": 3e-6, "fp16": 1e-3}
+# coarse: fp32 with scores of some 300, which are rounded to 1.5e-5
+BOUNDS = {"fp32": 3e-6, "fp16": 1e-3, "coarse": 3e-5}
 ADDED = """
 import triton
 from triton.backends.compiler import GPUTarget

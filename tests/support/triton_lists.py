@@ -151,6 +151,15 @@ def errors_of_views() -> list[float]:
     return errors(got, dense(case._replace(places=case.places.long())))
 
 
+def errors_of_low_scores() -> list[float]:
+    """Scores of -100 and less, beside which the weight of a place of no row would be infinite."""
+    case = draw(Shape(), torch.float32)
+    case = case._replace(q=-7 * case.q.abs(), k=7 * case.k.abs())
+    got = attended(case, torch.float32)
+    assert got[1].max() < -100  # exp(100) is over the largest fp32
+    return errors(got, dense(case))
+
+
 def same_bits() -> bool:
     """Twice the same, and with shares of any number of queries at a time."""
     case, found = draw(Shape(5, 2, 1, 24, 40, 12, 9), torch.float32), []
@@ -228,6 +237,7 @@ def main(which: str) -> None:
     found: dict[str, object] = {**of_shapes(QUICK if quick else MORE)}
     if quick:
         found["views, fp32"] = errors_of_views()
+        found["low scores, coarse"] = errors_of_low_scores()
         found |= {"same bits": same_bits(), "nothing": nothing(), "refusals": refusals()}
     of_calls((5, 7, 8) if quick else range(14))
     json.dump(found, sys.stdout)

@@ -248,11 +248,9 @@ def forward(
         keys, keys_rest = _taken(k, kv_head, rows, STEP, HEAD_DIM, MAIN, REST)
         scores = _products(own, own_rest, keys, keys_rest, REST) * (scale * LOG2E)
         scores = tl.where((rows >= 0)[None, :], scores, float("-inf"))
-        highest = tl.maximum(peak, tl.max(scores, 1))
-        # -inf - -inf is nan: heads without keys so far are measured from 0
-        origin = tl.where(highest == float("-inf"), 0.0, highest)
-        p = tl.exp2(scores - origin[:, None])
-        shrink = tl.exp2(peak - origin)
+        highest = tl.maximum(peak, tl.max(scores, 1))  # finite: the first place names a row
+        p = tl.exp2(scores - highest[:, None])
+        shrink = tl.exp2(peak - highest)
         values = _taken(v, kv_head, rows, STEP, V_DIM, V_WIDTH, 0)[0]
         acc *= shrink[:, None]
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision="tf32x3")
@@ -293,7 +291,8 @@ def queries_backward(
         rows = _named(places, query, length, first, KEYS)
         keys, keys_rest = _taken(k, kv_head, rows, STEP, HEAD_DIM, MAIN, REST)
         scores = _products(own, own_rest, keys, keys_rest, REST) * (scale * LOG2E)
-        p = tl.where((rows >= 0)[None, :], tl.exp2(scores - row_lse[:, None]), 0.0)
+        scores = tl.where((rows >= 0)[None, :], scores, float("-inf"))
+        p = tl.exp2(scores - row_lse[:, None])
         values = _taken(v, kv_head, rows, STEP, V_DIM, V_WIDTH, 0)[0]
         dp = tl.dot(grad, tl.trans(values), input_precision="tf32x3")
         ds = (p * (dp - row_delta[:, None])).to(keys.dtype)
@@ -322,6 +321,7 @@ def lists_backward(
     low, high = tl.load(bounds + 2 * query), tl.load(bounds + 2 * query + 1)
     if (first < high) & (first + KEYS > low):
         rows = _named(places, query, length, first, KEYS)
+        is_named = (rows >= 0)[:, None]
         keys, keys_rest = _taken(k, kv_head, rows, STEP, HEAD_DIM, MAIN, REST)
         values = _taken(v, kv_head, rows, STEP, V_DIM, V_WIDTH, 0)[0]
         dk = tl.zeros([KEYS, MAIN], tl.float32)
@@ -334,6 +334,7 @@ def lists_backward(
             heads = head + tl.arange(0, HEADS)
             own, own_rest = _heads_of(q, query, head, end, STEP, HEADS, HEAD_DIM, MAIN, REST)
             scores = _products(keys, keys_rest, own, own_rest, REST) * (scale * LOG2E)
+            scores = tl.where(is_named, scores, float("-inf"))
             at = _number_of(lse, query, heads)
             row_lse = tl.load(at, mask=heads < end, other=float("inf")) * LOG2E
             p = tl.exp2(scores - row_lse[None, :])
@@ -347,7 +348,6 @@ def lists_backward(
                 dk_rest = tl.dot(ds, own_rest, dk_rest, input_precision="tf32x3")
         pairs = tl.cast(number, tl.int64) * length + first + tl.arange(0, KEYS)
         at = shares + ((pairs * num_kv_heads + kv_head) * (HEAD_DIM + V_DIM))[:, None]
-        is_named = (rows >= 0)[:, None]
         columns = tl.arange(0, MAIN)[None, :]
         tl.store(at + columns, dk * scale, mask=is_named & (columns < HEAD_DIM))
         if REST:
