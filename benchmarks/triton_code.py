@@ -1,6 +1,6 @@
 """What the compiler makes of our Triton kernels, for a GPU that need not be here.
 
-    python -m benchmarks.triton_code [--arch 90] [--head-dim 128] [--dtype bf16] [--json]
+    python -m benchmarks.triton_code [--arch 90] [--head-dim 128] [--dtype bf16] [--lists] [--json]
 
 Per kernel: registers, bytes of stack (spills), shared memory, blocks that fit a multiprocessor;
 then of its inner loop, without (full) and with a mask: instructions, matrix instructions, copies
@@ -24,13 +24,19 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.kernels.triton.kernel import Lists, ScoreRule
-from tilewise.kernels.triton.tuning import LaunchBlocks, tuning_for
+from tilewise.kernels.triton.tuning import (
+    MOST_LIST_WIDTHS,
+    LaunchBlocks,
+    list_tuning_for,
+    tuning_for,
+)
 from tilewise.kernels.triton.views import TensorView
 from tilewise.kernels.triton.work_list import UNIT
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALIGNED = [["tt.divisibility", 16]]
 KINDS = {float: "fp32", int: "i32"}
+NUMBERS = ("lse", "dlse", "delta", "largest")  # tensors of a number a row and head
 MATRIX = ("HGMMA", "HMMA", "UTCHMMA")
 REGISTERS, THREADS = 65536, 2048  # of a multiprocessor
 SHARED = {80: 164, 90: 228, 100: 228}  # KiB of a multiprocessor; a block takes 1 KiB more
@@ -92,6 +98,24 @@ def jobs(head_dim: int, dtype: torch.dtype, arch: int) -> list[Job]:
     return made
 
 
+def list_jobs(head_dim: int, dtype: torch.dtype, arch: int) -> list[Job]:
+    """Kernels of lists, for 64 query heads of a KV head."""
+    from tilewise.kernels.triton import lists
+
+    v_dim = min(head_dim, MOST_LIST_WIDTHS[dtype][1])
+    kernels = lists.forward, lists.queries_backward, lists.lists_backward
+    tuning = list_tuning_for(head_dim, dtype, arch // 10)
+    return [
+        Job(
+            name,
+            kernel,
+            LaunchBlocks(*blocks),
+            {**lists.widths_of(head_dim, v_dim), "HEADS": blocks.heads},
+        )
+        for name, kernel, blocks in zip(tuning._fields, kernels, tuning, strict=True)
+    ]
+
+
 class Target(NamedTuple):
     """What a kernel is compiled for, as Triton specialises it.
 
@@ -123,21 +147,22 @@ def compiled(job: Job, target: Target, *, stepped: bool = True) -> Any:
     given: dict[Any, Any] = {"HEAD_DIM": head_dim, "ROWS": rows, "KEYS": keys, "ADD": target.into}
     width = max(16, 1 << (head_dim - 1).bit_length())
     given |= {"WIDTH": width, "V_DIM": head_dim, "V_WIDTH": width, **job.options}
+    given = {name: x for name, x in given.items() if name in job.kernel.arg_names}
     given["STEP"] = 16 // DTYPES[target.dtype].itemsize if stepped else 1
     given |= dict.fromkeys({"CAPPED", "DROPS", "PEAKS"}.intersection(job.kernel.arg_names), False)
     types: dict[str, Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}
     for i, name in enumerate(job.kernel.arg_names):
-        types[name] = _type(name, target)
-        if name in ("statistics", "padded"):
+        types[name] = _type(name, target, of_lists="places" in job.kernel.arg_names)
+        if name in ("statistics", "padded", "places", "bounds", "shares"):
             aligned[(i,)] = ALIGNED
-        elif isinstance(types[name], TensorView) and name not in ("lse", "largest"):
+        elif isinstance(types[name], TensorView) and name not in NUMBERS:
             aligned[(i, 0)] = ALIGNED
         elif isinstance(types[name], TensorView | Lists):
             aligned |= {(i, j): ALIGNED for j in range(4) if types[name][j] != "constexpr"}
         if name == "rule":
             given |= {(i, j): x for j, x in enumerate(ScoreRule()) if x is None}
-        elif name in ("lse", "largest"):
+        elif name in NUMBERS:
             given[(i, 3)] = 1
         elif name == "group" and target.group == 1:
             given[name] = 1
@@ -147,10 +172,14 @@ def compiled(job: Job, target: Target, *, stepped: bool = True) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", target.arch, 32), options=options)
 
 
-def _type(name: str, target: Target) -> Any:
+def _type(name: str, target: Target, *, of_lists: bool) -> Any:
     match name:
         case _ if name.isupper():
             return "constexpr"
+        case "places" | "bounds":
+            return "*i32"
+        case "out" | "dq" if of_lists:
+            return _type("q", target, of_lists=True)
         case "lists":
             return Lists(*["*i32"] * 4)  # pyright: ignore[reportArgumentType]
         case "q" | "k" | "v" | "dout":
@@ -160,12 +189,14 @@ def _type(name: str, target: Target) -> Any:
         case "rule":
             kinds = ("constexpr" if x is None else KINDS[type(x)] for x in ScoreRule())
             return ScoreRule(*kinds)  # pyright: ignore[reportArgumentType]
-        case "lse" | "largest":
+        case _ if name in NUMBERS:
             return TensorView("*fp32", "i32", "i32", "constexpr")  # pyright: ignore[reportArgumentType]
         case "group" if target.group == 1:
             return "constexpr"
-        case "statistics" | "scale":
-            return "*fp32" if name == "statistics" else "fp32"
+        case "statistics" | "shares":
+            return "*fp32"
+        case "scale":
+            return "fp32"
         case _:
             return "i32"
 
@@ -278,16 +309,24 @@ def table(codes: list[Code]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arch", type=int, default=90, help="compute capability, as 90")
-    parser.add_argument("--head-dim", type=int, action="append", help="default: 64, 128, 256")
+    parser.add_argument(
+        "--head-dim",
+        type=int,
+        action="append",
+        help="default: 64, 128, 256; of lists 128, 256, 576",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--group", type=int, default=8, help="query heads of a KV head")
     parser.add_argument("--into", action="store_true", help="kernels that add to what is there")
+    parser.add_argument("--lists", action="store_true", help="the kernels of lists of keys")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
+    dtype, all_jobs = DTYPES[given.dtype], list_jobs if given.lists else jobs
+    widths = sorted({128, 256, MOST_LIST_WIDTHS[dtype][0]}) if given.lists else (64, 128, 256)
     codes = [
         examined(job, Target(given.arch, head_dim, given.dtype, given.group, given.into))
-        for head_dim in given.head_dim or (64, 128, 256)
-        for job in jobs(head_dim, DTYPES[given.dtype], given.arch)
+        for head_dim in given.head_dim or widths
+        for job in all_jobs(head_dim, dtype, given.arch)
     ]
     if given.json:
         rows = [{**c._asdict(), "loops": [x._asdict() for x in c.loops]} for c in codes]

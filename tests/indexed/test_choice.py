@@ -3,54 +3,19 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.drawn_layouts import drawn, drawn_mask, normal
+from support.chosen_problems import Indexer, chosen_by, indexer
+from support.drawn_layouts import drawn, drawn_mask
 from torch import Tensor
 
 import tilewise as tw
 from tilewise.indexed import choice
 from tilewise.indexed.visible import visible_keys
 from tilewise.masks.tables import PerHead
-
-
-class Indexer(NamedTuple):
-    """Operands of the whole sequence: [(batch,) tokens, heads, width], and one key a token."""
-
-    q: Tensor
-    k: Tensor
-    weights: Tensor
-
-    def scores(self) -> Tensor:
-        """[(batch,) queries, keys], written out."""
-        products = torch.einsum("...qhd,...kd->...hqk", self.q, self.k).relu()
-        return torch.einsum("...hqk,...qh->...qk", products, self.weights)
-
-    def on_rank(self, cp: tw.ContextParallel) -> Indexer:
-        dim = self.k.ndim - 2
-        return Indexer(*(cp.shard(x, dim) for x in self))
-
-
-def indexer(
-    num_tokens: int, batch: int | None, heads: int, seed: int, *, ties: bool, width: int = 5
-) -> Indexer:
-    """Random operands; with ties small whole numbers, whose scores are exact and often equal."""
-    before = () if batch is None else (batch,)
-    shapes = ((num_tokens, heads, width), (num_tokens, width), (num_tokens, heads))
-    found = [normal(*before, *shape, seed=seed + i) for i, shape in enumerate(shapes)]
-    return Indexer(*(x.round() for x in found)) if ties else Indexer(*found)
-
-
-def chosen_by(scores: Tensor, allowed: np.ndarray, k: int) -> list[list[int]]:
-    """The best k visible keys of each row of [queries, keys], of equal ones the lower positions."""
-    found = []
-    for row, seen in zip(scores.tolist(), allowed, strict=True):
-        order = sorted(np.flatnonzero(seen).tolist(), key=lambda at, row=row: (-row[at], at))
-        found.append(sorted(order[:k]))
-    return found
 
 
 def as_lists(positions: Tensor) -> list[list[int]]:

@@ -3,138 +3,27 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.chosen_problems import (
+    Problem,
+    beside,
+    choices,
+    chosen_by,
+    compare,
+    dense,
+    indexer,
+    problem,
+)
 from support.drawn_layouts import drawn, drawn_mask, normal
 from torch import Tensor
 
 import tilewise as tw
 from tilewise.indexed import lists
 from tilewise.kernels.reference import Reference
-
-
-class Problem(NamedTuple):
-    """Whole tensors [batch, tokens, ...], and positions [batch, tokens, k]."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    positions: Tensor
-    sink: Tensor | None
-    weights: tuple[Tensor, Tensor]
-    scale: float
-
-
-def choices(draw: Random, allowed: np.ndarray, batch: int, most: int) -> Tensor:
-    """Lists of visible keys in any order, some shorter than others, filled up with -1."""
-    found = []
-    for _ in range(batch):
-        for row in allowed:
-            keys = np.flatnonzero(row).tolist()
-            draw.shuffle(keys)
-            mine = keys[: draw.randint(0, most)]
-            mine += [-1] * (most - len(mine))
-            draw.shuffle(mine)
-            found.append(mine)
-    return torch.tensor(found, dtype=torch.int64).reshape(batch, len(allowed), most)
-
-
-def problem(draw: Random, allowed: np.ndarray, seed: int) -> Problem:
-    n, batch = len(allowed), draw.choice([1, 2])
-    heads, kv_heads = draw.choice([(1, 1), (4, 2), (3, 1), (2, 2)])
-    width, v_width = draw.choice([(4, 4), (6, 3), (2, 5)])
-    sink = draw.choice([None, (heads,), (2, heads), (batch, 1, heads)])
-    return Problem(
-        normal(batch, n, heads, width, seed=seed),
-        normal(batch, n, kv_heads, width, seed=seed + 1),
-        normal(batch, n, kv_heads, v_width, seed=seed + 2),
-        choices(draw, allowed, batch, draw.randint(0, min(n, 9))),
-        None if sink is None else normal(*sink, seed=seed + 3),
-        (normal(batch, n, heads, v_width, seed=8), normal(batch, n, heads, seed=9)),
-        draw.choice([0.5, 1.3]),
-    )
-
-
-def dense(given: Problem, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Any:
-    """out and lse of the whole table of scores."""
-    n, heads = q.shape[1], q.shape[2]
-    allowed = torch.zeros(len(q), n, n + 1, dtype=torch.bool)
-    allowed = allowed.scatter(2, given.positions % (n + 1), True)[..., :n]
-    k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * given.scale
-    scores = scores.masked_fill(~allowed[:, None], -torch.inf)
-    if sink is not None:
-        sinks = sink if sink.ndim == 3 else sink.reshape(1, -1, heads)
-        columns = sinks.transpose(1, 2)[:, :, None, :].expand(len(q), heads, n, -1)
-        scores = torch.cat([scores, columns], -1)
-    reached = (scores > -torch.inf).any(-1, keepdim=True)
-    safe = torch.where(reached, scores, 0.0)
-    p = torch.where(reached, safe.softmax(-1), 0.0)[..., :n]
-    lse = torch.where(reached[..., 0], safe.logsumexp(-1), -torch.inf)
-    return torch.einsum("bhqk,bkhd->bqhd", p, v), lse.transpose(1, 2)
-
-
-def weighted(out: Tensor, lse: Tensor, weights: tuple[Tensor, Tensor]) -> Tensor:
-    return (out * weights[0]).sum() + (lse.masked_fill(lse == -torch.inf, 0.0) * weights[1]).sum()
-
-
-def compare(
-    given: Problem,
-    layout: tw.Layout,
-    mask: tw.masks.Mask,
-    window: int | None = None,
-    wanted: Problem | None = None,
-) -> None:
-    """out, lse and each gradient of all ranks are those of the dense formula.
-
-    Args:
-        wanted: whose positions the formula has; None: given's.
-    """
-    leaves = [
-        None if x is None else x.clone().requires_grad_()
-        for x in (given.q, given.k, given.v, given.sink)
-    ]
-    want = dense(wanted or given, *leaves)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    weighted(*want, given.weights).backward()
-    squeezed = given.q.shape[0] == 1 and (given.sink is None or given.sink.ndim < 3)
-
-    def run(rank: int, group: Any) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        cp = tw.ContextParallel(group, num_tokens=layout.num_tokens, layout=layout, mask=mask)
-        own = [cp.shard(x, 1) for x in (given.q, given.k, given.v, given.positions)]
-        own, weights = [x[0] if squeezed else x for x in own], given.weights
-        mine = [x.clone().requires_grad_() for x in own[:3]]
-        mine += [] if given.sink is None else [given.sink.clone().requires_grad_()]
-        sink = mine[3] if given.sink is not None else None
-        q, k, v, *_ = mine
-        out, lse = cp.attention(
-            q,
-            k,
-            v,
-            mask=tw.Chosen(own[3], window=window),
-            sink=sink,
-            softmax_scale=given.scale,
-            return_lse=True,
-        )
-        out, lse = (x[None] if squeezed else x for x in (out, lse))
-        weighted(out, lse, (cp.shard(weights[0], 1), cp.shard(weights[1], 1))).backward()
-        return out.detach(), lse.detach(), [x.grad for x in mine]
-
-    outs, lses, grads = zip(*tw.loopback(layout.world_size, run), strict=True)
-    assert (layout.unshard(outs, 1) - want[0]).abs().max() < 1e-12
-    found, lse = layout.unshard(lses, 1), want[1]
-    assert torch.equal(found == -torch.inf, lse == -torch.inf)
-    assert (found - lse).nan_to_num(0).abs().max() < 1e-12
-    for number, leaf in enumerate(x for x in leaves if x is not None):
-        parts = [mine[number] for mine in grads]
-        if number == 3:
-            mine = sum(parts)
-        else:
-            mine = layout.unshard([x[None] if squeezed else x for x in parts], 1)
-        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        assert (mine - grad).abs().max() < 1e-12 * max(1.0, float(grad.abs().max()))
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -156,10 +45,28 @@ def test_a_window_beside_a_choice(seed: int):
     mask = mask & tw.Document(split.cu_seqlens) if draw.random() < 0.6 else mask
     allowed = mask.dense(np.arange(n), np.arange(n))
     given = problem(draw, allowed, seed)
-    near = allowed & (tw.Window(window - 1, 0)).dense(np.arange(n), np.arange(n))
-    keys = torch.where(torch.from_numpy(near), torch.arange(n), -1).expand(len(given.q), -1, -1)
-    both = given._replace(positions=torch.cat([given.positions, keys], -1))
-    compare(given, split.layout, mask, window=window, wanted=both)
+    compare(given, split.layout, mask, window, beside(given, allowed, window))
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 300))]
+)
+def test_a_choice_and_the_attention_to_it_are_those_of_dense_formulas(seed: int):
+    """Over layouts of 1 to 8 ranks, documents, masks, k, ties, sinks, windows and batches."""
+    split, draw = drawn(seed), Random(seed)
+    n, mask = split.layout.num_tokens, drawn_mask(draw, split.layout.num_tokens)
+    mask = mask & tw.Document(split.cu_seqlens) if draw.random() < 0.5 else mask
+    allowed = mask.dense(np.arange(n), np.arange(n))
+    given, k = problem(draw, allowed, seed), draw.randint(1, n)
+    ties = draw.random() < 0.6
+    whole = indexer(n, len(given.q), draw.choice([1, 3]), seed, ties=ties)
+    lists = [chosen_by(scores, allowed, k) for scores in whole.scores()]
+    filled = [[row + [-1] * (k - len(row)) for row in entry] for entry in lists]
+    wanted = given._replace(positions=torch.tensor(filled))
+    window = draw.choice([None, draw.randint(1, 9)])
+    if window is not None:
+        wanted = beside(wanted, allowed, window)
+    compare(given, split.layout, mask, window, wanted, choosing=(whole, k))
 
 
 def test_a_block_of_one_query(monkeypatch: pytest.MonkeyPatch):
@@ -296,6 +203,7 @@ WRONG = (
     ({"reduction": "canonical"}, "reduction .* is not taken"),
     ({"wire": tw.wire.Plain("float32")}, "wire .* is not taken"),
     ({"kernel": "cpu"}, r"kernel \(cpu\) takes no list of keys"),
+    ({"kernel": "triton"}, "'triton' cannot serve .*(interpreter|installed); 'reference' can"),
     ({"sink": torch.zeros(3)}, "sink is float32"),
     ({"softmax_scale": -1.0}, "softmax_scale"),
     ({"k": torch.zeros(3, 2, 4)}, "k has 3 tokens on rank 1|k .* and v .* must have the same"),

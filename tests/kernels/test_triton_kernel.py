@@ -2,15 +2,13 @@
 
 import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.alone import INTERPRETED, TESTS, run_alone, skip_where_the_interpreter_fails
 from support.kernel_cases import CALLS, call_of
 
 from tilewise.kernels.call_masks import call_mask
@@ -22,37 +20,14 @@ from tilewise.masks.base import Causal, Document, Full, Mask, Window
 from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.tiles.cover import tile_calls
 
-TESTS = Path(__file__).resolve().parents[1]
 BOUNDS = {"fp32": 2e-6, "fp16": 1e-3}
-
-
-def run_alone(*command: str, timeout: int, **environment: str) -> str:
-    """What Python prints, run with this command in a process with this environment."""
-    path = f"{TESTS}:{TESTS.parent / 'src'}:{TESTS.parent}"
-    run = subprocess.run(
-        [sys.executable, *command],
-        env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
-def skip_where_the_interpreter_fails() -> None:
-    triton = pytest.importorskip("triton")
-    if triton.__version__.startswith("3.6") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of Triton 3.6 needs numpy below 2.4")
 
 
 @pytest.mark.parametrize("which", ["quick", pytest.param("more", marks=pytest.mark.slow)])
 def test_the_kernel_equals_dense_attention_in_the_interpreter(which: str):
     skip_where_the_interpreter_fails()
-    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     printed = run_alone(
-        str(TESTS / "support" / "triton_checks.py"), which, timeout=280, **environment
+        str(TESTS / "support" / "triton_checks.py"), which, timeout=280, **INTERPRETED
     )
     found = json.loads(printed)
     assert which == "more" or (found.pop("same bits") and found.pop("nothing"))
@@ -66,9 +41,8 @@ def test_the_kernel_equals_dense_attention_in_the_interpreter(which: str):
 @pytest.mark.slow
 def test_a_canonical_reduction_has_the_same_bits_at_any_split_in_the_interpreter():
     skip_where_the_interpreter_fails()
-    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     script = str(TESTS / "support" / "triton_canonical.py")
-    found = json.loads(run_alone(script, timeout=280, **environment))
+    found = json.loads(run_alone(script, timeout=280, **INTERPRETED))
     assert len(found) == 5
     assert not {name: differ for name, (differ, _) in found.items() if differ}
     assert max(error for _, error in found.values()) < 2e-3  # fp16 results; fp32 ones 1e-6
@@ -78,7 +52,7 @@ def test_a_canonical_reduction_has_the_same_bits_at_any_split_in_the_interpreter
 def test_other_blocks_are_timed_beside_those_of_the_table():
     skip_where_the_interpreter_fails()
     command = ("-m", "benchmarks.triton_blocks", "--dry-run", "--json", "--head-dim", "128")
-    rows = run_alone(*command, timeout=280, TRITON_INTERPRET="1", OMP_NUM_THREADS="1").splitlines()
+    rows = run_alone(*command, timeout=280, **INTERPRETED).splitlines()
     found = [json.loads(row) for row in rows]
     assert not [row for row in found if "error" in row or row["ms"] <= 0]
     tuning = tuning_for(128, torch.bfloat16)

@@ -20,7 +20,7 @@ from tilewise.execution.call import Call
 from tilewise.execution.sinks import check_sink, with_sink
 from tilewise.execution.validation import check_own_rows, check_tensors, checked_scale
 from tilewise.indexed.chosen import Chosen
-from tilewise.indexed.lists import ListAttention
+from tilewise.indexed.lists import ListKernel, attend_to_lists, list_kernel
 from tilewise.indexed.visible import visible_keys
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Full, Mask
@@ -56,6 +56,7 @@ class _Operands(NamedTuple):
     q: Tensor
     keys: Tensor
     scale: float
+    kernel: ListKernel
 
 
 def attend_to_chosen(
@@ -88,16 +89,21 @@ def attend_to_chosen(
         check_own_rows("q", q, layout, rank)
         check_own_rows("k", rows, layout, rank)
         num_heads, head_dim = int(q.shape[-2]), int(q.shape[-1])
-        num_kv_heads = latent.num_kv_heads if isinstance(latent, Latent) else int(k.shape[-2])
+        if isinstance(latent, Latent):
+            num_kv_heads, v_head_dim = latent.num_kv_heads, latent.v_head_dim
+        else:
+            assert v is not None, "checked"
+            num_kv_heads, v_head_dim = int(k.shape[-2]), int(v.shape[-1])
         head_groups(num_heads, num_kv_heads, 1)
         if call.sink is not None:
             batch = int(q.shape[0]) if q.ndim == 4 else None
             check_sink(call.sink, num_heads, dtype_name(q.dtype), q.device.type, batch)
         scale = checked_scale(call.softmax_scale, head_dim)
+        kernel = list_kernel(call.kernel, q.device.type, q.dtype, head_dim, v_head_dim)
         _check_choice(chosen, q, layout, rank)
         parts = [k] if v is None else [k.flatten(-2), v.flatten(-2)]
         width = None if v is None else [*v.shape[-2:]]
-        return _Operands(q, torch.cat(parts, -1), scale), {
+        return _Operands(q, torch.cat(parts, -1), scale, kernel), {
             "call": "attention to chosen keys",
             "layout": layout.fingerprint,
             "keys of a query": str(chosen.positions.shape[-1]),
@@ -125,7 +131,7 @@ def attend_to_chosen(
         keys, values = (x.unflatten(-1, shape) for x, shape in zip(parts, shapes, strict=True))
     places = rows.places.flatten(0, -2).sort(-1).values  # a choice is a set: one order of sums
     queries = q.flatten(0, -3) if q.ndim == 4 else q
-    out, lse = ListAttention.apply(queries, keys, values, places, operands.scale)  # pyright: ignore
+    out, lse = attend_to_lists(queries, keys, values, places, operands.scale, operands.kernel)
     out, lse = out.reshape(*q.shape[:-1], values.shape[-1]), lse.reshape(q.shape[:-1])
     return (out, lse) if sink is None else with_sink(out, lse, sink)
 
@@ -183,12 +189,6 @@ def _check_options(call: Call, wire: object) -> None:
         raise ValueError(
             f"wire ({wire!r:.60}) is not taken with mask=tw.Chosen(...), but tw.wire.Latent is: "
             "rows travel in their own dtype; leave it out"
-        )
-    if call.kernel not in (None, "reference"):
-        name = call.kernel if isinstance(call.kernel, str) else type(call.kernel).__name__
-        raise ValueError(
-            f"kernel ({name}) takes no list of keys for each query; leave kernel out with "
-            "mask=tw.Chosen(...), or name 'reference', which does"
         )
 
 

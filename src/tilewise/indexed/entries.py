@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilewise.compiler.row_moves import owners_of
 from tilewise.indexed.choice import chosen_among
-from tilewise.indexed.lists import ListAttention
+from tilewise.indexed.lists import attend_to_lists, list_kernel
 from tilewise.indexed.visible import VisibleKeys
 from tilewise.layouts.layout import Layout
 from tilewise.tokens.moves import gather_moves
@@ -183,7 +183,8 @@ def attend_to_entries(
         rows = fetch_rows(own, chosen.to(q.device), entries.layout, transport, 0, verb=verb)
         table, places = rows.table, rows.places.sort(-1).values
     table = table[:, None]
-    return ListAttention.apply(q, table, table, places, scale)  # pyright: ignore
+    kernel = list_kernel(None, q.device.type, q.dtype, q.shape[-1], q.shape[-1])
+    return attend_to_lists(q, table, table, places, scale, kernel)
 
 
 def choose_entries(

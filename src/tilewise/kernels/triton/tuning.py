@@ -114,3 +114,82 @@ def tuning_for(head_dim: int, dtype: torch.dtype, major: int = 9) -> Tuning:
     by_major = {9: _HOPPER, 10: _BLACKWELL}
     table = _FLOAT32 if dtype == torch.float32 else by_major.get(major, _OTHERS)
     return next(tuning for most, tuning in table.items() if head_dim <= most)
+
+
+class ListBlocks(NamedTuple):
+    """Query heads (at most) and keys of a block of the kernels of `lists.py`."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class ListTuning(NamedTuple):
+    """Blocks of the kernels of lists.
+
+    Attributes:
+        forward, dq: a block of heads, over blocks of keys.
+        shares: of dk and dv: a block of keys, over blocks of heads.
+    """
+
+    forward: ListBlocks
+    dq: ListBlocks
+    shares: ListBlocks
+
+
+MOST_LIST_WIDTHS: Mapping[torch.dtype, tuple[int, int]] = MappingProxyType(
+    {torch.bfloat16: (576, 512), torch.float16: (576, 512), torch.float32: (256, 256)}
+)
+"""The largest head_dim and v_head_dim of lists: latents with their rotary part, and what of fp32
+fits registers."""
+
+# By the larger of head_dim and v_head_dim. Over 256, registers are what bounds blocks.
+_LISTS_WIDE: Mapping[int, ListTuning] = MappingProxyType(
+    {
+        128: ListTuning(
+            ListBlocks(64, 64, 4, 3), ListBlocks(64, 64, 4, 3), ListBlocks(32, 64, 8, 3)
+        ),
+        256: ListTuning(
+            ListBlocks(64, 64, 8, 2), ListBlocks(64, 32, 8, 2), ListBlocks(16, 32, 8, 2)
+        ),
+        576: ListTuning(
+            ListBlocks(64, 32, 8, 2), ListBlocks(32, 32, 8, 2), ListBlocks(32, 16, 8, 2)
+        ),
+    }
+)
+# Fits 99 KiB of shared memory.
+_LISTS_OTHERS: Mapping[int, ListTuning] = MappingProxyType(
+    {
+        128: ListTuning(
+            ListBlocks(32, 64, 4, 2), ListBlocks(32, 32, 4, 3), ListBlocks(32, 32, 4, 2)
+        ),
+        256: ListTuning(
+            ListBlocks(32, 32, 4, 2), ListBlocks(32, 32, 8, 2), ListBlocks(16, 32, 8, 2)
+        ),
+        576: ListTuning(
+            ListBlocks(32, 16, 8, 2), ListBlocks(16, 16, 8, 2), ListBlocks(16, 16, 8, 2)
+        ),
+    }
+)
+_LISTS_FLOAT32: Mapping[int, ListTuning] = MappingProxyType(
+    {
+        128: ListTuning(
+            ListBlocks(16, 32, 4, 2), ListBlocks(16, 32, 4, 2), ListBlocks(16, 16, 4, 2)
+        ),
+        256: ListTuning(
+            ListBlocks(16, 32, 8, 1), ListBlocks(16, 16, 8, 1), ListBlocks(16, 16, 8, 1)
+        ),
+    }
+)
+
+
+def list_tuning_for(width: int, dtype: torch.dtype, major: int = 9) -> ListTuning:
+    """Blocks of lists for a GPU whose compute capability begins with major.
+
+    Args:
+        width: the larger of head_dim and v_head_dim; at most the first of MOST_LIST_WIDTHS.
+    """
+    table = _LISTS_WIDE if major in (9, 10) else _LISTS_OTHERS
+    table = _LISTS_FLOAT32 if dtype == torch.float32 else table
+    return next(tuning for most, tuning in table.items() if width <= most)
