@@ -39,16 +39,6 @@ def test_the_kernel_equals_dense_attention_in_the_interpreter(which: str):
 
 
 @pytest.mark.slow
-def test_a_canonical_reduction_has_the_same_bits_at_any_split_in_the_interpreter():
-    skip_where_the_interpreter_fails()
-    script = str(TESTS / "support" / "triton_canonical.py")
-    found = json.loads(run_alone(script, timeout=280, **INTERPRETED))
-    assert len(found) == 5
-    assert not {name: differ for name, (differ, _) in found.items() if differ}
-    assert max(error for _, error in found.values()) < 2e-3  # fp16 results; fp32 ones 1e-6
-
-
-@pytest.mark.slow
 def test_other_blocks_are_timed_beside_those_of_the_table():
     skip_where_the_interpreter_fails()
     command = ("-m", "benchmarks.triton_blocks", "--dry-run", "--json", "--head-dim", "128")
