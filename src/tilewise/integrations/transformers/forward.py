@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -31,12 +32,21 @@ from torch.autograd.function import once_differentiable
 
 import tilewise as tw
 from tilewise.arguments import Reduction
-from tilewise.integrations.data import IGNORED
+from tilewise.integrations.data import IGNORED, OF_IMAGES
 from tilewise.integrations.transformers.attention import LayerMask, attention_of, masks_of
 from tilewise.integrations.transformers.block_indexers import wire_block_indexers
 from tilewise.integrations.transformers.check import base_model, refuse_new_adapters, refused_loss
 from tilewise.integrations.transformers.compressed import wire_compressors
 from tilewise.integrations.transformers.experts import ASKS, refused_router_loss
+from tilewise.integrations.transformers.images import (
+    TYPES,
+    SplitImages,
+    WholeTokens,
+    fields_of_images,
+    has_images,
+    images_split,
+    refused_images,
+)
 from tilewise.integrations.transformers.indexers import wire_indexers
 from tilewise.integrations.transformers.labels import given_labels, is_masked
 from tilewise.integrations.transformers.late_gather import LateGather
@@ -81,6 +91,7 @@ READ = frozenset(  # arguments that say which tokens there are; the model gets t
         *(*CACHES, "use_cache", "return_dict", "logits_to_keep", "cache_position", INDICES),
     )
 )
+FEATURES = MappingProxyType({"image_hidden_states": "image", "video_hidden_states": "video"})
 BESIDE_LOGITS = frozenset(("loss", "aux_loss", "logits", "router_logits", *CACHES))
 COUNTS_TOKENS = ("opt",)  # model types that count positions without the padding before a row
 ADVICE = MappingProxyType(
@@ -229,6 +240,7 @@ class SplitCall:
         cuts_last: results of each token have no last column, which predicts nothing.
         columns: of which logits are wanted; None: all.
         as_tuple: the caller asked for a tuple.
+        images: which the call brings, if any.
     """
 
     split: SplitForward
@@ -240,6 +252,7 @@ class SplitCall:
     columns: Tensor | None
     gathers_logits: bool
     as_tuple: bool
+    images: SplitImages | None = None
 
 
 class SplitForward(Shared):
@@ -299,11 +312,15 @@ class SplitForward(Shared):
         return self._by_length.get(num_tokens, make)
 
     def starts(
-        self, args: tuple[Any, ...], given: dict[str, Any]
+        self, called: Any, args: tuple[Any, ...], given: dict[str, Any]
     ) -> tuple[SplitCall, dict[str, Any]]:
-        """A call, and the arguments with which this rank's share of it runs."""
+        """A call, and the arguments with which this rank's share of it runs.
+
+        Args:
+            called: the model, or what PEFT made of it.
+        """
         given = dict(zip(self.parameters, args, strict=False)) | given
-        call, inputs = settled(self.transport, lambda: self._share(given))
+        call, inputs = settled(self.transport, lambda: self._share(called, given))
         fields = settled(self.transport, lambda: self._fields(call, given))
         agree(self.transport, fields, None, "always")
         return call, inputs
@@ -321,11 +338,12 @@ class SplitForward(Shared):
             "shape of the batch": str(call.rows.shape),
             "tokens of the batch": ", ".join(sums),
             "documents": str(call.rows.cu_seqlens),
+            "images": fields_of_images(given),
             "labels": "given" if call.whole_labels is not None else "none",
             "logits": "whole" if call.gathers_logits else "this rank's",
         }
 
-    def _share(self, given: dict[str, Any]) -> tuple[SplitCall, dict[str, Any]]:
+    def _share(self, called: Any, given: dict[str, Any]) -> tuple[SplitCall, dict[str, Any]]:
         tokens = given.get("input_ids")
         if tokens is None:
             tokens = given.get("inputs_embeds")
@@ -337,10 +355,16 @@ class SplitForward(Shared):
         error = refused_router_loss(self.model_class) if given.get(ASKS) else None
         if error is not None:
             raise ValueError(error)
+        error = refused_images(called, given) if has_images(given) else None
+        if error is not None:
+            raise ValueError(error)
+        position_ids, three = given.get("position_ids"), None
+        if isinstance(position_ids, Tensor) and position_ids.ndim == 3:  # [3 or 4, rows, columns]
+            position_ids, three = _of_text_and_images(position_ids, tokens)
         rows = packed(
             tokens,
             given.get("attention_mask"),
-            given.get("position_ids"),
+            position_ids,
             given.get("cu_seq_lens_q"),
             counts_kept=self.counts_kept,
         )
@@ -350,8 +374,16 @@ class SplitForward(Shared):
         for name in ("input_ids", "inputs_embeds"):
             if given.get(name) is not None:
                 inputs[name] = own(rows.take(given[name]), 0)
-        inputs["position_ids"] = own(rows.position_ids[None], 0)
-        for name in ("token_type_ids", "mm_token_type_ids"):
+        images = _images(called, cp, rows, given) if has_images(given) else None
+        if three is not None:
+            three = rows.take(three.movedim(0, -1)).movedim(-1, 0)
+        elif images is not None:
+            three = images.positions(given, flat=position_ids is not None)
+        if three is None:
+            inputs["position_ids"] = own(rows.position_ids[None], 0)
+        else:
+            inputs["position_ids"] = own(three.movedim(0, -1), 0).movedim(-1, 0)
+        for name in ("token_type_ids", TYPES):
             if given.get(name) is not None:
                 whole = rows.take(given[name])
                 inputs[name] = own(whole, 0) if self.embeds_types else whole
@@ -384,12 +416,13 @@ class SplitForward(Shared):
             self,
             cp,
             rows,
-            int(rows.position_ids.max()),
+            int((rows.position_ids if three is None else three).max()),
             whole_labels,
             cuts_last=fused and shifted is None,
             columns=columns,
             gathers_logits=whole_labels is None or _state.logits.whole,
             as_tuple=given.get("return_dict") is False,
+            images=images,
         )
         return call, inputs
 
@@ -448,6 +481,9 @@ class SplitForward(Shared):
                 return tuple(LateGather(partial(self._router_rows, call, layer)) for layer in x)
             case "hidden_states":
                 return tuple(call.rows.put(_gathered(layer, call.cp)) for layer in x)
+            case _ if name in FEATURES and call.images is not None:
+                whole = call.images.features[FEATURES[name]]
+                return whole if whole.ndim == x.ndim else whole.flatten(0, -2)
             case _ if name in CACHES:
                 return None
             case _ if name in PER_TOKEN:
@@ -502,13 +538,45 @@ def _refuse_others(given: Mapping[str, Any]) -> None:
     others = [
         name
         for name, x in given.items()
-        if name not in READ and (isinstance(x, Tensor | list | tuple | dict))
+        if name not in READ | OF_IMAGES and (isinstance(x, Tensor | list | tuple | dict))
     ]
     if others:
         raise ValueError(
             f"{', '.join(others)} cannot be split by tilewise in a model's forward; a split call "
-            "takes text alone (images by hf.parallelize, in a loop of your own)"
+            f"takes rows of tokens and {', '.join(sorted(OF_IMAGES))}"
         )
+
+
+def _of_text_and_images(position_ids: Tensor, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Positions of text, if there are any, and the three of each token [3, rows, columns]."""
+    if position_ids.shape[0] not in (3, 4) or position_ids.shape[1:] != tokens.shape[:2]:
+        rows, columns = tokens.shape[:2]
+        raise ValueError(
+            f"position_ids have the shape {list(position_ids.shape)}, but must be three for each "
+            f"token, or four with those of text first: [3 or 4, {rows}, {columns}]"
+        )
+    return (position_ids[0] if len(position_ids) == 4 else None), position_ids[-3:]
+
+
+def _images(
+    called: Any, cp: tw.ContextParallel, rows: PackedRows, given: Mapping[str, Any]
+) -> SplitImages:
+    """The images of a batch, in the order of its packed row."""
+    if given.get("input_ids") is None:
+        raise ValueError("images need input_ids, which say which tokens are theirs")
+    types = given.get(TYPES)
+    if types is not None and tuple(types.shape) != rows.shape:
+        raise ValueError(
+            f"{TYPES} has the shape {list(types.shape)}, but the batch has {list(rows.shape)}"
+        )
+    edges = rows.cu_seqlens
+    numbers = [int(rows.kept[edge]) // rows.shape[1] for edge in edges[:-1]]
+    names = [
+        f"row {row}" if numbers.count(row) == 1 else f"row {row}, tokens {a} to {b - 1},"
+        for row, (a, b) in zip(numbers, pairwise(edges), strict=True)
+    ]
+    types = None if types is None else rows.take(types)
+    return SplitImages(called, cp, WholeTokens(rows.take(given["input_ids"]), types, edges, names))
 
 
 def _wanted_columns(keep: Any, columns: int) -> Tensor | None:
@@ -599,11 +667,13 @@ def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         refuse_unsplit(named)
         _state.calls.append(None)
         return None
-    call, inputs = split.starts(args, given)
+    call, inputs = split.starts(module, args, given)
     stack = ExitStack()
     _state.calls.append((call, stack))
     _state.call = call
     stack.enter_context(standing_in(module, split.model_class, call.cp))
+    if call.images is not None:
+        stack.enter_context(images_split(call.images))
     states: StateLayers | None = getattr(module, "_tilewise_states", None)
     if states is not None:
         mask = stack.enter_context(split_call(states, call.cp, call.rows.cu_seqlens))
