@@ -127,6 +127,38 @@ def test_videos_are_the_unsplit_model(name: str):
     same(in_own_loop(whole, inputs, 2), want)
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava_next"])
+def test_images_are_dealt_to_ranks_by_their_patches(name: str):
+    """Each image is run by one rank; with fewer images than ranks the model is the unsplit one."""
+    whole = build(name)
+    inputs = batch(whole, [3, 2])
+    seen = [0, 0]
+
+    def on_rank(rank: int, group: Any) -> None:
+        model = copy.deepcopy(whole)
+        split_forward(model, group)
+        tower = model.model.visual if name in THREE else model.model.vision_tower
+
+        def count(_: Any, args: tuple[Tensor, ...]) -> None:
+            seen[rank] += len(args[0])
+
+        tower.register_forward_pre_hook(count)
+        model(**inputs)
+
+    tw.loopback(2, on_rank)
+    if name in THREE:
+        patches = inputs["image_grid_thw"].prod(-1)
+        assert sum(seen) == int(patches.sum())
+        assert abs(seen[0] - seen[1]) <= int(patches.min())
+    else:  # images of the same number of patches, cut to those that the model takes
+        assert min(seen) > 0
+        assert max(seen) <= 0.75 * sum(seen)
+    few = batch(whole, [0, 2])
+    want = found(whole, few)
+    same(in_forward(whole, few, 3), want)
+    same(in_own_loop(whole, few, 3), want)
+
+
 def test_padding_on_the_left_is_the_unsplit_model():
     whole = build("qwen2_5_vl")
     inputs = batch(whole, [1, 3])
@@ -199,13 +231,13 @@ def test_whole_features_come_back_with_their_gradient():
 
 @pytest.mark.parametrize("own_loop", [False, True])
 def test_a_tower_that_drops_drops_alike_on_every_rank(own_loop: bool):
-    """Tokens of one image lie on several ranks, so their features are of one draw."""
+    """Tokens of a single image lie on several ranks, so their features are of one draw."""
     whole = build("llava")
     whole.config.vision_config.attention_dropout = 0.5
     for module in whole.model.vision_tower.modules():
         if hasattr(module, "dropout"):
             module.dropout = 0.5
-    inputs = batch(whole, [3])
+    inputs = batch(whole, [1])
     seen: dict[int, Tensor] = {}
 
     def on_rank(rank: int, group: Any) -> None:

@@ -40,6 +40,7 @@ from tilewise.integrations.transformers.compressed import wire_compressors
 from tilewise.integrations.transformers.experts import ASKS, refused_router_loss
 from tilewise.integrations.transformers.images import (
     TYPES,
+    ImageFeatures,
     SplitImages,
     WholeTokens,
     fields_of_images,
@@ -482,8 +483,8 @@ class SplitForward(Shared):
             case "hidden_states":
                 return tuple(call.rows.put(_gathered(layer, call.cp)) for layer in x)
             case _ if name in FEATURES and call.images is not None:
-                whole = call.images.features[FEATURES[name]]
-                return whole if whole.ndim == x.ndim else whole.flatten(0, -2)
+                features = call.images.features[FEATURES[name]]
+                return LateGather(partial(_whole_features, features, x.ndim))
             case _ if name in CACHES:
                 return None
             case _ if name in PER_TOKEN:
@@ -633,6 +634,12 @@ def _gathered(x: Tensor, cp: tw.ContextParallel, layout: tw.Layout | None = None
     """The rows of all ranks; layout: which they are, if not those of cp."""
     given = layout or cp.layout, tw.transport.transport_for(cp.group)
     return _Whole.apply(x, *given)  # pyright: ignore[reportReturnType]
+
+
+def _whole_features(features: ImageFeatures, ndim: int) -> Tensor:
+    rows, owners, num_images = features
+    whole = rows if owners is None else _gathered(rows[None], owners)[0]
+    return whole.unflatten(0, (num_images, -1)) if ndim > whole.ndim else whole
 
 
 class _SumOverRanks(torch.autograd.Function):

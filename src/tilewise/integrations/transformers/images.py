@@ -1,18 +1,20 @@
 """Images and videos in a split call: features of this rank's tokens, and positions of whole rows.
 
-    pixels -> the model's tower, on each rank -> features of all image tokens -> those of this rank
-    whole rows -> the model's get_rope_index  -> three positions of each token -> those of this rank
+    pixels     -> this rank's images -> the model's tower -> features of this rank's tokens
+    whole rows -> the model's get_rope_index -> positions of this rank's tokens
 
-The tower runs on every rank over all images, with the code and the attention of the model. Its
-result is cut to this rank's tokens, so that the gradients of its parameters add up over ranks, as
-those of all others do. Models that count three positions for each token do so once, by document.
+Images are dealt to ranks, and a rank runs the model's tower on its own. Features then go to the
+ranks that have their tokens, and their gradients back, so that the gradients of the tower's
+parameters add up over ranks, as those of all others do. One image, and images that cannot be told
+apart, are computed on every rank. Models that count three positions for each token do so once, by
+document.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ from tilewise.integrations.seeds import agreed_seed
 from tilewise.integrations.transformers.saved import not_compiled
 from tilewise.masks.base import as_ints
 from tilewise.transport.agreement import agree, settled
+from tilewise.transport.means import on_every_rank
 
 MODELS = (  # model types whose tower and text model tests compare with the unsplit model's
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v"),
@@ -96,6 +99,20 @@ def _bits(x: Tensor) -> int:
     return int(bits.sum(dtype=torch.int64))
 
 
+class ImageFeatures(NamedTuple):
+    """Features of the images of a batch.
+
+    Args:
+        rows: [number of tokens here, hidden].
+        owners: whose layout says which rank has which; None: every rank has all.
+        num_images: in the batch.
+    """
+
+    rows: Tensor
+    owners: tw.ContextParallel | None
+    num_images: int
+
+
 class SplitImages:
     """The images of one split call.
 
@@ -104,13 +121,16 @@ class SplitImages:
         cp: which tokens each rank owns.
 
     Attributes:
-        features: of all tokens, by their kind, where the model's tower has run.
+        features: of images and of videos, where the model's tower has run.
+        seed: of a tower that drops.
         towers_run: a tower is running.
     """
 
     def __init__(self, base: Any, cp: tw.ContextParallel, tokens: WholeTokens) -> None:
         self.model, self.cp, self.tokens = fusing_model(base), cp, tokens
-        self.features: dict[str, Tensor] = {}
+        self.transport = tw.transport.transport_for(cp.group)
+        self.features: dict[str, ImageFeatures] = {}
+        self.seed: int | None = None
         self.towers_run = False
 
     def positions(self, given: Mapping[str, Any], *, flat: bool = False) -> Tensor | None:
@@ -232,47 +252,125 @@ class SplitImages:
             "one"
         )
 
-    def share(self, kind: str, result: Any) -> Any:
-        """The result of a tower, with the features of this rank's tokens alone."""
-        if not hasattr(result, "pooler_output"):
-            raise ValueError(
-                f"{type(self.model).__name__} returned {type(result).__name__} for its {kind}s, "
-                "which has no pooler_output; transformers 5.23 has"
-            )
-        found = result.pooler_output
-        whole = _whole(found)
-        counts = [len(x) for x in found] if _has_parts(found) else [1] * len(whole)
-        if isinstance(found, Tensor) and found.ndim > 2:
-            counts = [found.shape[1:-1].numel()] * len(found)
+    def features_of(self, kind: str, tower: Callable[..., Any], named: dict[str, Any]) -> Any:
+        """The result of a tower, with the features of this rank's tokens alone.
+
+        Args:
+            named: the tower's arguments, of all images.
+        """
+        hands = _dealt(kind, named, self.cp.world_size)
+        given = named
+        if hands is not None:
+            given = _some_images(kind, named, hands[self.cp.rank])
+        with self._draws() if hands is None else nullcontext():
+            result = settled(self.transport, lambda: self._checked(kind, tower(**given)))
+        found, layers = result.pooler_output, getattr(result, "deepstack_features", None) or []
+        parts = [_flat(x) for x in (found, *layers)]
+        rows, counts, owners = torch.cat(parts, -1), [x.shape[:-1].numel() for x in found], None
+        if hands is not None:
+            counts, owners = self._owners(counts, hands, rows.device)
+            rows = rows[: owners.layout.size(self.cp.rank)]
         self._check_filled(kind, counts, f"{kind} features")
-        self.features[kind] = found if isinstance(found, Tensor) else whole
+        self.features[kind] = ImageFeatures(rows[:, : parts[0].shape[-1]], owners, len(counts))
         places = self._places(kind)
         numbers = (places.flatten().cumsum(0) - 1).view_as(places)
         mine = self.cp.shard(numbers, 1)[self.cp.shard(places, 1)]
-        result.pooler_output = _cut(found, mine)
-        layers = getattr(result, "deepstack_features", None)
-        if layers is not None:
-            result.deepstack_features = [_cut(x, mine) for x in layers]
+        own = rows.index_select(0, mine) if owners is None else owners.gather_rows(rows, mine)
+        first, *others = own.split([x.shape[-1] for x in parts], -1)
+        result.pooler_output = _like(found, first)
+        if layers:
+            result.deepstack_features = [_like(*pair) for pair in zip(layers, others, strict=True)]
         return result
 
+    def _checked(self, kind: str, result: Any) -> Any:
+        if hasattr(result, "pooler_output"):
+            return result
+        raise ValueError(
+            f"{type(self.model).__name__} returned {type(result).__name__} for its {kind}s, "
+            "which has no pooler_output; transformers 5.23 has"
+        )
 
-def _whole(features: Any) -> Tensor:
-    """[number of tokens, hidden] of the features of all images."""
+    def _owners(
+        self, counts: list[int], hands: list[list[int]], device: torch.device
+    ) -> tuple[list[int], tw.ContextParallel]:
+        """Tokens of all images, and which rank has the features of which.
+
+        Args:
+            counts: tokens of this rank's images.
+            hands: numbers of each rank's images.
+        """
+        hand = hands[self.cp.rank]
+        own = torch.zeros(sum(map(len, hands)), dtype=torch.int64, device=device)
+        own[hand] = own.new_tensor(counts[: len(hand)])
+        whole = torch.stack(on_every_rank(self.transport, own)).sum(0).tolist()
+        starts = [0, *accumulate(whole)]
+        rows = [[x for i in hand for x in range(starts[i], starts[i + 1])] for hand in hands]
+        layout = tw.Layout.from_positions(rows, name="images")
+        return whole, tw.ContextParallel(self.cp.group, num_tokens=starts[-1], layout=layout)
+
+    @contextmanager
+    def _draws(self) -> Iterator[None]:
+        """A tower that drops drops the same on every rank inside."""
+        if self.seed is None:
+            yield
+            return
+        device = next(self.model.parameters()).device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(self.seed)
+            yield
+
+
+def _dealt(kind: str, named: Mapping[str, Any], num_ranks: int) -> list[list[int]] | None:
+    """Numbers of the images of each rank, the largest first to the rank with the fewest patches;
+    None: one image, or images that cannot be told apart by what the tower is given.
+    """
+    patches = _patches(kind, named)
+    if patches is None or len(patches) == 1 or num_ranks == 1:
+        return None
+    hands, work = [list[int]() for _ in range(num_ranks)], [0] * num_ranks
+    for number in sorted(range(len(patches)), key=lambda number: -patches[number]):
+        rank = work.index(min(work))
+        hands[rank].append(number)
+        work[rank] += patches[number]
+    return [sorted(hand) for hand in hands]
+
+
+def _patches(kind: str, named: Mapping[str, Any]) -> list[int] | None:
+    """Rows of pixels of each image; None: they cannot be told apart."""
+    at = KINDS.index(kind)
+    pixels, grid = named.get(PIXELS[at]), named.get(GRIDS[at])
+    if not isinstance(pixels, Tensor) or named.get("batch_num_images") is not None:
+        return None
+    made = grid.prod(-1).tolist() if isinstance(grid, Tensor) else [1] * len(pixels)
+    beside = [x for name, x in named.items() if name in OF_IMAGES and name != PIXELS[at]]
+    tensors = [x for x in beside if isinstance(x, Tensor)]
+    if any(len(x) != len(made) for x in tensors) or sum(made) != len(pixels):
+        return None
+    return made
+
+
+def _some_images(kind: str, named: Mapping[str, Any], hand: list[int]) -> dict[str, Any]:
+    """A tower's arguments for some of its images.
+
+    For none, of the smallest one, which is run for nothing: FSDP gathers weights on every rank.
+    """
+    name, patches = PIXELS[KINDS.index(kind)], _patches(kind, named) or []
+    hand = hand or [patches.index(min(patches))]
+    pieces = named[name].split(patches)
+    made = {k: x[hand] if isinstance(x, Tensor) else x for k, x in named.items()}
+    return {**made, name: torch.cat([pieces[number] for number in hand])}
+
+
+def _flat(features: Any) -> Tensor:
+    """[number of tokens, hidden] of features of images."""
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
     return torch.cat([x.flatten(0, -2) for x in features])
 
 
-def _has_parts(features: Any) -> bool:
-    return not isinstance(features, Tensor)
-
-
-def _cut(features: Any, rows: Tensor) -> Any:
-    """Some rows of features, as if they were of one image."""
-    mine = _whole(features).index_select(0, rows)
-    if _has_parts(features):
-        return (mine,)
-    return mine[None] if features.ndim > 2 else mine
+def _like(features: Any, rows: Tensor) -> Any:
+    """Rows as if they were features of one image, in the form of a tower's."""
+    return rows[None] if isinstance(features, Tensor) else (rows,)
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -283,10 +381,10 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 def images_split(images: SplitImages) -> Iterator[None]:
     """The towers of a model return the features of this rank's tokens inside."""
     model, names = images.model, {f"get_{kind}_features": kind for kind in KINDS}
-    seed = agreed_seed(images.cp.group) if _drops(model) else None
+    images.seed = agreed_seed(images.cp.group) if _drops(model) else None
     kept = {name: kind for name, kind in names.items() if hasattr(model, name)}
     for name, kind in kept.items():
-        setattr(model, name, partial(_own_features, images, kind, getattr(model, name), seed))
+        setattr(model, name, partial(_own_features, images, kind, getattr(model, name)))
     try:
         yield
     finally:
@@ -296,24 +394,19 @@ def images_split(images: SplitImages) -> Iterator[None]:
 
 @not_compiled
 def _own_features(
-    images: SplitImages, kind: str, tower: Callable[..., Any], seed: int | None, *args: Any, **given
+    images: SplitImages, kind: str, tower: Callable[..., Any], *args: Any, **given: Any
 ) -> Any:
     if images.towers_run:  # get_video_features of some models calls get_image_features
         return tower(*args, **given)
-    known = {*_parameters(tower), "return_dict"}  # what else the call has is of its text
-    given = {name: x for name, x in given.items() if name in known}
-    device = next(images.model.parameters()).device
+    names = [*_parameters(tower)]
+    known = {*names, "return_dict"}  # what else the call has is of its text
+    named = dict(zip(names, args, strict=False))
+    named |= {name: x for name, x in given.items() if name in known}
     images.towers_run = True
     try:
-        with ExitStack() as stack:
-            if seed is not None:  # a tower that drops drops the same on every rank
-                devices = [device] if device.type == "cuda" else []
-                stack.enter_context(torch.random.fork_rng(devices))
-                torch.manual_seed(seed)
-            result = tower(*args, **given)
+        return images.features_of(kind, tower, named)
     finally:
         images.towers_run = False
-    return images.share(kind, result)
 
 
 def _drops(model: Any) -> bool:
