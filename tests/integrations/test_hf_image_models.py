@@ -11,8 +11,10 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 
+import transformers
 from support.hf_images import IMAGE, THREE, batch, build
 from support.hf_models import build as build_text
+from support.hf_models import config
 from torch import Tensor
 
 import tilewise as tw
@@ -367,10 +369,22 @@ def test_positions_that_a_processor_dropped_and_other_images_on_a_rank_are_refus
 
 
 def test_models_that_nobody_tried_are_refused_by_name():
-    pixels = torch.zeros(1, 3, 8, 8)
+    """Text models, and those whose layers attend to images beside the text."""
     ids = torch.arange(3, 12)[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
-    for own_loop in (False, True):
-        errors = refusals(build_text("llama", dtype=torch.float64), [inputs] * 2, own_loop)
-        assert len(errors) == 2
-        assert all("pixel_values cannot be split in a model of type llama" in x for x in errors)
+    pixels = {"pixel_values": torch.zeros(1, 3, 8, 8), "aspect_ratio_ids": torch.ones(1, 1).long()}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pixels}
+    own = {name: x for name, x in inputs.items() if name != "aspect_ratio_ids"}
+    text = config("llama").to_dict() | {"model_type": "mllama_text_model"}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "image_size": 8}
+    vision |= {"attention_heads": 2, "num_global_layers": 1, "patch_size": 4}
+    vision |= {"vision_output_dim": 32, "intermediate_layers_indices": [0]}
+    made = transformers.MllamaConfig(
+        vision_config=vision, text_config=text | {"cross_attention_layers": [1]}
+    )
+    mllama = transformers.MllamaForConditionalGeneration(made).to(torch.float64)
+    for kind, model in (("llama", build_text("llama", dtype=torch.float64)), ("mllama", mllama)):
+        errors = refusals(model, [inputs] * 2, False) + refusals(model, [own] * 2, True)
+        assert len(errors) == 4
+        for error in errors:
+            assert f"pixel_values cannot be split in a model of type {kind}" in error
+            assert "cp_size=1" in error

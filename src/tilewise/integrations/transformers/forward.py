@@ -352,11 +352,11 @@ class SplitForward(Shared):
             raise ValueError("pass input_ids [rows, columns], or inputs_embeds")
         if self.loss_refusal is not None and given_labels(given):
             raise ValueError(self.loss_refusal)
-        _refuse_others(given)
-        error = refused_router_loss(self.model_class) if given.get(ASKS) else None
+        error = refused_images(called, given) if has_images(given) else None
         if error is not None:
             raise ValueError(error)
-        error = refused_images(called, given) if has_images(given) else None
+        _refuse_others(given)
+        error = refused_router_loss(self.model_class) if given.get(ASKS) else None
         if error is not None:
             raise ValueError(error)
         position_ids, three = given.get("position_ids"), None

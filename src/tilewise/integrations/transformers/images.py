@@ -75,12 +75,14 @@ def refused_images(called: Any, given: Mapping[str, Any]) -> str | None:
         called: the model, or what PEFT made of it.
     """
     kind, names = called.config.model_type, [x for x in (*PIXELS, *GRIDS) if x in given]
-    if kind in MODELS and fusing_model(called) is not None:
+    takes_features = fusing_model(called) is not None
+    if kind in MODELS and takes_features:
         return None
+    other = "hf.parallelize takes features of this rank's tokens as mm_encoder_outputs, and "
     return (
         f"{', '.join(names)} cannot be split in a model of type {kind}, which no test compares "
-        f"with the unsplit model (those of type {', '.join(MODELS)} are); hf.parallelize(model, "
-        "cp) takes features of this rank's tokens as mm_encoder_outputs"
+        f"with the unsplit model (those of type {', '.join(MODELS)} are); "
+        f"{other * takes_features}cp_size=1 splits nothing"
     )
 
 
