@@ -49,6 +49,7 @@ OPEN = {
     "indexer_head_dim": 256,
     "indexer_kv_heads": 1,
     "indexer_n_heads": 16,
+    "default_language": "en_XX",
     "n_group": 1,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,

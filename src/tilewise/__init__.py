@@ -20,6 +20,7 @@ from tilewise.masks.tables import Slices as Slices
 from tilewise.plan.ir import Plan
 
 if TYPE_CHECKING:
+    from tilewise import planning as planning
     from tilewise.batches.schedule import schedule
     from tilewise.batches.tree import Tree
     from tilewise.context_parallel import ContextParallel

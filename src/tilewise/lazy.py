@@ -43,6 +43,7 @@ LATER = (
 # Modules that programs name without an import of their own.
 MODULES = (
     ("context_parallel", "tilewise.context_parallel"),
+    ("planning", "tilewise.planning"),
     ("simulation", "tilewise.simulation"),
     ("tokens", "tilewise.tokens"),
 )

@@ -41,8 +41,6 @@ from transformers import (
     MobileBertForMaskedLM,
     OPTForCausalLM,
     Phi3Config,
-    RobertaConfig,
-    RobertaForCausalLM,
 )
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -291,14 +289,10 @@ def test_ranks_of_one_process_check_their_models():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: RobertaForCausalLM(RobertaConfig(**BERT)),
-            "counts positions from its padding_idx",
-        ),
         (lambda: DogeForCausalLM(DogeConfig(**SIZES)), "makes a mask of its own"),
         (lambda: MobileBertForMaskedLM(MobileBertConfig()), "is not the unsplit model"),
     ],
-    ids=["roberta", "doge", "mobilebert"],
+    ids=["doge", "mobilebert"],
 )
 def test_models_that_are_not_the_unsplit_ones_are_refused(make: Callable[[], Any], message: str):
     with pytest.raises(ValueError, match=message):

@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="needs transformers, of the extra hf"
 
 import transformers
 from support.hf_models import build as llama
-from support.hf_models import case, errors, result, summed
+from support.hf_models import cache_name, case, errors, result, summed
 from support.hybrid_models import (
     CONFIGS,
     FULL,
@@ -198,8 +198,9 @@ def test_a_call_with_a_cache_of_states_runs_unsplit():
     whole, ids = build("Mamba").eval(), case((0, 13)).input_ids
 
     def two_calls(model: Any) -> Tensor:
-        cache = model(ids[:, :12], use_cache=True).cache_params
-        return model(ids[:, 12:], cache_params=cache).logits.detach()
+        name = cache_name(type(model).forward)
+        cache = model(ids[:, :12], use_cache=True)[name]
+        return model(ids[:, 12:], **{name: cache}).logits.detach()
 
     def on_rank(rank: int, group: Any) -> Tensor:
         model = copy.deepcopy(whole)

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 
-from support.hf_models import build, case, config
+from support.hf_models import build, cache_name, case, config
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
@@ -145,8 +145,9 @@ def test_padding_is_refused_on_all_ranks_also_where_one_alone_has_it():
 
 def test_a_filled_cache_is_refused():
     def call(cp: tw.ContextParallel, model: Any) -> None:
-        cache = model(**plain(cp), use_cache=True).past_key_values
-        model(IDS[:, :1], position_ids=torch.tensor([[NUM_TOKENS]]), past_key_values=cache)
+        name = cache_name(type(model).forward)
+        cache = model(**plain(cp), use_cache=True)[name]
+        model(IDS[:, :1], position_ids=torch.tensor([[NUM_TOKENS]]), **{name: cache})
 
     assert "past_key_values that hold tokens (use_cache)" in refusal(call, llama)
 
@@ -253,7 +254,12 @@ def test_attention_written_by_hand_is_noticed_when_it_takes_the_mask():
 def test_mask_functions_are_read_by_their_structure():
     window = mu.sliding_window_causal_mask_function(4)
     ids = torch.tensor([[0, 1, 0, 1]])
-    packed = mu.packed_sequence_compatibility_function(window, ids, torch.tensor([[0, 0, 1, 1]]))
+    sequences, places = torch.tensor([[0, 0, 1, 1]]), ids
+    if hasattr(mu, "packed_sequence_compatibility_function"):  # before transformers 5.24
+        packed = mu.packed_sequence_compatibility_function(window, places, sequences)
+    else:
+        packed = mu.remap_positions_for_packed_sequence(window, places)
+        packed = mu.and_masks(packed, mu.packed_sequence_mask_function(sequences))
     for function in (window, packed):
         mask = read_mask(function)
         for q in range(12):

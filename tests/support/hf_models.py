@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from transformers import (
 
 import tilewise as tw
 from tilewise.integrations import hf
+from tilewise.integrations.transformers.states import CACHES
 
 VOCABULARY = 50
 SIZES: dict[str, Any] = {
@@ -232,3 +234,9 @@ def split_in_threads(
             return run_split(model, cp, given)
 
     return summed(tw.loopback(world_size, on_rank))
+
+
+def cache_name(function: Any) -> str:
+    """The argument by which a function of transformers takes a cache: "cache" since 5.24."""
+    parameters = inspect.signature(function).parameters
+    return next(name for name in CACHES if name in parameters)

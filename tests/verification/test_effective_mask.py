@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conformance.table import MASK_AWARE, STRATEGIES
+from support.hf_models import cache_name
 from support.thinned import thinned
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -214,7 +215,8 @@ def test_an_eager_layer_of_hugging_face_is_read():
     def attend(*operands: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in operands)
         embeds = torch.zeros(1, T, HEADS * DIM)
-        given = {"attention_mask": None, "past_key_values": None, "position_ids": AT[None]}
+        cache = cache_name(create_sliding_window_causal_mask)
+        given = {"attention_mask": None, cache: None, "position_ids": AT[None]}
         mask = create_sliding_window_causal_mask(config, inputs_embeds=embeds, **given)
         return eager_attention_forward(layer, q, k, v, mask, scaling=DIM**-0.5)[0][0]
 

@@ -257,7 +257,12 @@ def masks_of(
             config = given["config"]
             documents = documents_of_call(config)
             splits_states = stateless or documents is not None
-            error = refused_model(config, splits_states=splits_states, counts_routers=proven)
+            error = refused_model(
+                config,
+                splits_states=splits_states,
+                counts_routers=proven,
+                moves_positions=proven,
+            )
             error = error or _unproven(config, proven)
             mask = tw.Full() if error else read_mask(mask_function, (0, cp.layout.num_tokens))
         except ValueError as unread:

@@ -21,6 +21,7 @@ from tilewise.integrations.transformers.adapters import (
 from tilewise.integrations.transformers.attention import attention_of, masks_of
 from tilewise.integrations.transformers.block_indexers import wire_block_indexers
 from tilewise.integrations.transformers.compressed import wire_compressors
+from tilewise.integrations.transformers.counted_positions import wire_positions
 from tilewise.integrations.transformers.experts import knows_router_loss
 from tilewise.integrations.transformers.indexers import wire_indexers
 from tilewise.integrations.transformers.masks import (
@@ -217,7 +218,12 @@ def refusal(
     text_config = config.get_text_config(decoder=True)
     splits_states = has_state_functions(text_config)
     counts_routers = knows_router_loss(model_class)
-    error = refused_model(text_config, splits_states=splits_states, counts_routers=counts_routers)
+    error = refused_model(
+        text_config,
+        splits_states=splits_states,
+        counts_routers=counts_routers,
+        moves_positions=True,
+    )
     if error is None and not uses_attention_interface(model_class, splits_states):
         error = f"{model_class.__name__} does not use transformers' AttentionInterface"
     if error is None and numerical:
@@ -243,6 +249,7 @@ def attach(model: Any, cp: tw.ContextParallel, name: str) -> None:
     wire_compressors(base)
     wire_block_indexers(base)
     wire_ngram_layers(base)
+    wire_positions(base)
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
         wire_replay(called, base, cp.group)
         stand_in(called, base, cp)

@@ -37,6 +37,7 @@ from tilewise.integrations.transformers.attention import LayerMask, attention_of
 from tilewise.integrations.transformers.block_indexers import wire_block_indexers
 from tilewise.integrations.transformers.check import base_model, refuse_new_adapters, refused_loss
 from tilewise.integrations.transformers.compressed import wire_compressors
+from tilewise.integrations.transformers.counted_positions import positions_moved, wire_positions
 from tilewise.integrations.transformers.experts import ASKS, refused_router_loss
 from tilewise.integrations.transformers.images import (
     TYPES,
@@ -274,7 +275,7 @@ class SplitForward(Shared):
         self.loss_refusal = loss_refusal
         self.transport = tw.transport.transport_for(group)
         self.masked = is_masked(type(base))
-        self.counts_kept = text.model_type in COUNTS_TOKENS
+        self.counts_kept = wire_positions(base) or text.model_type in COUNTS_TOKENS
         self.embeds_types = any("token_type_embeddings" in name for name, _ in base.named_modules())
         self.parameters = [*inspect.signature(type(base).forward).parameters][1:]
         wire(base)
@@ -681,6 +682,8 @@ def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     stack.enter_context(standing_in(module, split.model_class, call.cp))
     if call.images is not None:
         stack.enter_context(images_split(call.images))
+    # Positions that are given are those of the model's table.
+    stack.enter_context(positions_moved(call.cp if named.get("position_ids") is None else None))
     states: StateLayers | None = getattr(module, "_tilewise_states", None)
     if states is not None:
         mask = stack.enter_context(split_call(states, call.cp, call.rows.cu_seqlens))

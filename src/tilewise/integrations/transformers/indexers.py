@@ -21,6 +21,7 @@ from tilewise.integrations.transformers.attention import LayerMask, refuse
 from tilewise.integrations.transformers.chosen_keys import EXPANDS, kept_apart
 from tilewise.integrations.transformers.replay import record
 from tilewise.integrations.transformers.saved import not_compiled
+from tilewise.integrations.transformers.states import CACHES
 
 
 def wire_indexers(base: nn.Module) -> None:
@@ -73,7 +74,8 @@ def _before_indexer(_: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any
     mask = next((x for x in (*args, *given.values()) if isinstance(x, IndexMask)), None)
     if mask is None:
         return None
-    return args, given | {"past_key_values": _KeysOfAllRanks(mask)}
+    name = next((name for name in CACHES if name in given), CACHES[0])
+    return args, given | {name: _KeysOfAllRanks(mask)}
 
 
 class _Stand:

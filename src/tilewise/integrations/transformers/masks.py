@@ -87,13 +87,18 @@ def _not_honoured(name: str, value: Any) -> str:
 
 
 def refused_model(
-    config: Any, *, splits_states: bool = False, counts_routers: bool = False
+    config: Any,
+    *,
+    splits_states: bool = False,
+    counts_routers: bool = False,
+    moves_positions: bool = False,
 ) -> str | None:
     """Why a model of this configuration cannot run with its sequence split; None if it can.
 
     Args:
         splits_states: whether its layers that carry a state are split, too.
         counts_routers: whether its routers' loss counts the tokens of all ranks.
+        moves_positions: whether its embeddings get positions that count from where it does.
     """
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -115,12 +120,12 @@ def refused_model(
                 f"{name}: the model's attention does not go through transformers' "
                 "AttentionInterface, so tilewise cannot reach it"
             )
-        if any(
+        if not moves_positions and any(
             hasattr(x, COUNTS_FROM_PADDING) for x in vars(sys.modules[model.__module__]).values()
         ):
             return (
                 f"{name}: the model counts positions from its padding_idx + 1 on, over the whole "
-                "sequence, where tilewise hands it this rank's positions, counted from 0"
+                "sequence, where a rank has positions counted from 0: hf.parallelize moves them"
             )
     if getattr(config, "output_router_logits", False) and not counts_routers:
         return (

@@ -13,6 +13,7 @@ from torch import nn
 
 import tilewise as tw
 from tilewise.integrations.transformers.attention import refuse
+from tilewise.integrations.transformers.counted_positions import positions_moved
 from tilewise.integrations.transformers.dropout import rows_dropped
 from tilewise.integrations.transformers.experts import (
     ASKS,
@@ -77,6 +78,7 @@ def _before(called: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     if error is not None:
         refuse(ranks.cp, error)
     stack.enter_context(standing_in(called, ranks.model_class, ranks.cp))
+    stack.enter_context(positions_moved(ranks.cp))
     return args, stack.enter_context(images_of_call(called, ranks.cp, args, given))
 
 
