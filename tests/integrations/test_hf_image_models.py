@@ -381,7 +381,8 @@ def test_models_that_nobody_tried_are_refused_by_name():
     made = transformers.MllamaConfig(
         vision_config=vision, text_config=text | {"cross_attention_layers": [1]}
     )
-    mllama = transformers.MllamaForConditionalGeneration(made).to(torch.float64)
+    mllama: Any = transformers.MllamaForConditionalGeneration(made)
+    mllama = mllama.to(torch.float64)
     for kind, model in (("llama", build_text("llama", dtype=torch.float64)), ("mllama", mllama)):
         errors = refusals(model, [inputs] * 2, False) + refusals(model, [own] * 2, True)
         assert len(errors) == 4
