@@ -17,6 +17,8 @@ from processes.launcher import run_processes
 from support.hf_models import build
 from support.hf_trainers import Run, largest_difference, resume, train
 
+from tilewise.integrations.transformers.images import MODELS
+
 PACKED = {"packing": True, "num_train_epochs": 10}
 
 
@@ -26,6 +28,13 @@ def recomputed(reentrant: bool) -> dict:
 
 
 BALANCED = {"router_aux_loss_coef": 0.5}  # a loss over all tokens' experts
+# Batches of rows with up to five images, and of text alone; Gemma 4 magnifies rounding.
+WITH_IMAGES = {
+    f"Trainer, images, {name}": Run(
+        "images", name, {"learning_rate": 0.01}, changes={"dtype": torch.float32}
+    )
+    for name in MODELS
+}
 FEW = {
     "Trainer, accumulated, with metrics": Run(
         "trainer", args={"gradient_accumulation_steps": 2}, metrics=True
@@ -41,6 +50,7 @@ FEW = {
     "DPO": Run("dpo", "qwen2"),
     "GRPO": Run("grpo"),
     "Reward": Run("reward", "gemma2"),
+    "Trainer, images": WITH_IMAGES["Trainer, images, qwen3_vl"],
 }
 MANY = {
     **{f"SFT, packed, {m}": Run("sft", m, PACKED) for m in (
@@ -93,6 +103,7 @@ MANY = {
     "checkpointing": Run("trainer", args=recomputed(False)),
     "compiled": Run("trainer", args={"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "SFT, compiled": Run("sft", args={"torch_compile": True, "torch_compile_backend": "eager"}),
+    **WITH_IMAGES,
 }  # fmt: skip
 
 
@@ -139,6 +150,12 @@ def test_two_rows_of_two_ranks_take_the_steps_of_two_processes(tmp_path):
 def test_many_runs(start: int, tmp_path):
     names = list(MANY)[start : start + 6]
     check({name: MANY[name] for name in names}, 2, tmp_path, cp_size=2)
+
+
+@pytest.mark.slow
+def test_three_ranks_take_the_steps_of_one_process(tmp_path):
+    names = (f"Trainer, images, {name}" for name in ("qwen2_vl", "gemma3", "llava_next"))
+    check({name: WITH_IMAGES[name] for name in names}, 3, tmp_path, cp_size=3)
 
 
 @pytest.mark.slow

@@ -180,8 +180,8 @@ def counting_model(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"])
 def test_images_need_the_positions_of_the_whole_sequence_however_they_come(name: str):
-    """Pixels, features, token types or embeddings: with one-dimensional positions all are refused,
-    with those of get_rope_index all are the unsplit model. Text alone needs none.
+    """Features, token types or embeddings: with one-dimensional positions all are refused, with
+    those of get_rope_index all are the unsplit model. Pixels and text alone need none.
     """
     whole = counting_model(name)
     ids = IDS.masked_fill(IDS == IMAGE, 3)
@@ -207,7 +207,11 @@ def test_images_need_the_positions_of_the_whole_sequence_however_they_come(name:
         losses = [model(**hf.shard(cp, text, labels=text)).loss.detach()]
         for route, brought in routes.items():
             inputs: dict[str, Any] = {**hf.shard(cp, ids, labels=ids)}
-            inputs |= brought if rank == 0 else {}
+            inputs |= brought if rank == 0 or route == "pixels" else {}
+            if route == "pixels":
+                inputs["mm_token_type_ids"] = types
+                losses.append(model(**inputs).loss.detach())
+                continue
             if route == "types":
                 inputs["mm_token_type_ids"] = cp.shard(types, 1)
             if route == "embeddings":

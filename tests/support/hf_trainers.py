@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support import hybrid_models
+from support import hf_images, hybrid_models
 from support.hf_models import VOCABULARY, build
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class Run:
 
     Args:
         trainer: one of MAKERS.
-        model: of hf_models or of hybrid_models.
+        model: of hf_models or of hybrid_models, or of hf_images for "images".
         args: fields of its arguments, beside those of every run.
         columns: of SFT's data: "text", "messages", "prompt" (with completions) or "input_ids".
         sizes: of the ParallelismConfig; none: nothing is split.
@@ -166,7 +166,9 @@ def _trainer(run: Run, folder: str) -> Any:
         sizes: Any = run.sizes
         given["parallelism_config"] = ParallelismConfig(**sizes)
     hybrid = run.model in hybrid_models.CONFIGS
-    model = (hybrid_models.build if hybrid else build)(run.model, **run.changes)
+    make = hybrid_models.build if hybrid else build
+    make = hf_images.build if run.trainer == "images" else make
+    model = make(run.model, **run.changes)
     return MAKERS[run.trainer](run, model, folder, given)
 
 
@@ -185,6 +187,22 @@ def _plain(run: Run, model: Any, folder: str, given: Any) -> Any:
         eval_dataset=data[:7],
         data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm=run.masked),
         **measured,
+    )
+
+
+def _images(run: Run, model: Any, folder: str, given: Any) -> Any:
+    """Rows of no, one or several images."""
+    from transformers import Trainer, TrainingArguments
+
+    rows = [
+        hf_images.batch(model, [n], seed=i) for i, n in enumerate((0, 2, 0, 1, 5, 1, 3, 0, 2, 0))
+    ]
+    return Trainer(
+        model,
+        TrainingArguments(folder, **given, remove_unused_columns=False),
+        train_dataset=rows,  # pyright: ignore[reportArgumentType]
+        eval_dataset=rows[:3],  # pyright: ignore[reportArgumentType]
+        data_collator=hf_images.merged,
     )
 
 
@@ -390,6 +408,7 @@ def _distinct(completions: list[str], **_: Any) -> list[float]:
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "trainer": _plain,
+    "images": _images,
     "sft": _sft,
     "dpo": _dpo,
     "kto": _kto,

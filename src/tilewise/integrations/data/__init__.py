@@ -28,7 +28,16 @@ from tilewise.arguments import (
 __all__ = ["IGNORED", "ShardingCollator", "TokenDataset", "pack", "shard_inputs"]
 
 IGNORED = -100  # the label that no loss counts
-FILL = MappingProxyType({"input_ids": 0, "labels": IGNORED, "token_type_ids": 0})  # of padding
+TYPES = ("token_type_ids", "mm_token_type_ids")  # which every rank gets of the whole sequence
+FILL = MappingProxyType({"input_ids": 0, "labels": IGNORED} | dict.fromkeys(TYPES, 0))
+OF_IMAGES = frozenset(  # arguments of a model's call, beside its tokens; each rank gets them whole
+    (
+        *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw"),
+        *("second_per_grid_ts", "image_sizes", "image_sizes_videos", "batch_num_images"),
+        *("image_position_ids", "video_position_ids", "num_frames_per_video"),
+        *("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio"),
+    )
+)
 Inputs = dict[str, Tensor]
 
 
@@ -42,6 +51,7 @@ def shard_inputs(  # noqa: PLR0913 - what a batch consists of, by name
     cu_seqlens: Any = None,
     attention_mask: Tensor | None = None,
     token_type_ids: Tensor | None = None,
+    mm_token_type_ids: Tensor | None = None,
     shift_labels: bool = True,
 ) -> Inputs:
     """Return the arguments with which a model of transformers is called on one rank, from the whole
@@ -58,11 +68,13 @@ def shard_inputs(  # noqa: PLR0913 - what a batch consists of, by name
         cu_seqlens: boundaries of packed documents; default: one document.
         attention_mask: as input_ids, 0 where a row is padded on its right: the rows become the
             documents of one row of layout.num_tokens, without their padding and its labels.
-        token_type_ids: as input_ids, where the model makes a mask of them (images of Gemma 3). They
-            are returned whole, because tokens that see each other may lie on several ranks.
+        token_type_ids, mm_token_type_ids: as input_ids, where the model makes a mask of them
+            (images of Gemma 3 and 4) or counts positions by them (Qwen-VL). They are returned
+            whole, because the tokens of an image may lie on several ranks.
         shift_labels: False for a masked language model, which predicts labels where they are.
     """
     given = {"input_ids": input_ids, "labels": labels, "token_type_ids": token_type_ids}
+    given["mm_token_type_ids"] = mm_token_type_ids
     columns = {name: x for name, x in given.items() if x is not None}
     for name, x in (columns | {"attention_mask": attention_mask}).items():
         if x is not None:
@@ -83,7 +95,7 @@ def shard_inputs(  # noqa: PLR0913 - what a batch consists of, by name
             "pass the boundaries of the whole sequence"
         )
     mine = layout.shard(input_ids, rank, 1)
-    whole = {name: x for name, x in columns.items() if name == "token_type_ids"}
+    whole = {name: x for name, x in columns.items() if name in TYPES}
     if labels is None:
         return _inputs(layout, rank, boundaries, mine) | whole
     if shift_labels:
@@ -156,6 +168,7 @@ class ShardingCollator:
                 raise ValueError(
                     f"example {index} ({shown(example)}) must be a dict with input_ids"
                 )
+            refuse_images(example, f"example {index}")
             mask = example.get("attention_mask")
             kept = None
             if mask is not None:
@@ -169,6 +182,17 @@ class ShardingCollator:
         columns, cu_seqlens = _one_row(self.layout, documents, self.pad_token_id)
         options = {"cu_seqlens": cu_seqlens, "shift_labels": self.shift_labels}
         return shard_inputs(self.layout, self.rank, **columns, **options)
+
+
+def refuse_images(example: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError if an example has images, which a collator that packs text would drop."""
+    found = sorted(OF_IMAGES & example.keys())
+    if found:
+        raise ValueError(
+            f"{name} has {', '.join(found)}, but this collator packs text alone: let your "
+            "processor's collator make the batch; hf.shard, and a model that ParallelismConfig "
+            "splits, take its columns as they are"
+        )
 
 
 def _row(name: str, numbers: Any) -> Tensor:

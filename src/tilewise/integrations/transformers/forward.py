@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -31,13 +32,23 @@ from torch.autograd.function import once_differentiable
 
 import tilewise as tw
 from tilewise.arguments import Reduction
-from tilewise.integrations.data import IGNORED
+from tilewise.integrations.data import IGNORED, OF_IMAGES
 from tilewise.integrations.transformers.attention import LayerMask, attention_of, masks_of
 from tilewise.integrations.transformers.block_indexers import wire_block_indexers
 from tilewise.integrations.transformers.check import base_model, refuse_new_adapters, refused_loss
 from tilewise.integrations.transformers.compressed import wire_compressors
 from tilewise.integrations.transformers.counted_positions import positions_moved, wire_positions
 from tilewise.integrations.transformers.experts import ASKS, refused_router_loss
+from tilewise.integrations.transformers.images import (
+    TYPES,
+    ImageFeatures,
+    SplitImages,
+    WholeTokens,
+    fields_of_images,
+    has_images,
+    images_split,
+    refused_images,
+)
 from tilewise.integrations.transformers.indexers import wire_indexers
 from tilewise.integrations.transformers.labels import given_labels, is_masked
 from tilewise.integrations.transformers.late_gather import LateGather
@@ -82,6 +93,7 @@ READ = frozenset(  # arguments that say which tokens there are; the model gets t
         *(*CACHES, "use_cache", "return_dict", "logits_to_keep", "cache_position", INDICES),
     )
 )
+FEATURES = MappingProxyType({"image_hidden_states": "image", "video_hidden_states": "video"})
 BESIDE_LOGITS = frozenset(("loss", "aux_loss", "logits", "router_logits", *CACHES))
 COUNTS_TOKENS = ("opt",)  # model types that count positions without the padding before a row
 ADVICE = MappingProxyType(
@@ -230,6 +242,7 @@ class SplitCall:
         cuts_last: results of each token have no last column, which predicts nothing.
         columns: of which logits are wanted; None: all.
         as_tuple: the caller asked for a tuple.
+        images: which the call brings, if any.
     """
 
     split: SplitForward
@@ -241,6 +254,7 @@ class SplitCall:
     columns: Tensor | None
     gathers_logits: bool
     as_tuple: bool
+    images: SplitImages | None = None
 
 
 class SplitForward(Shared):
@@ -300,11 +314,15 @@ class SplitForward(Shared):
         return self._by_length.get(num_tokens, make)
 
     def starts(
-        self, args: tuple[Any, ...], given: dict[str, Any]
+        self, called: Any, args: tuple[Any, ...], given: dict[str, Any]
     ) -> tuple[SplitCall, dict[str, Any]]:
-        """A call, and the arguments with which this rank's share of it runs."""
+        """A call, and the arguments with which this rank's share of it runs.
+
+        Args:
+            called: the model, or what PEFT made of it.
+        """
         given = dict(zip(self.parameters, args, strict=False)) | given
-        call, inputs = settled(self.transport, lambda: self._share(given))
+        call, inputs = settled(self.transport, lambda: self._share(called, given))
         fields = settled(self.transport, lambda: self._fields(call, given))
         agree(self.transport, fields, None, "always")
         return call, inputs
@@ -322,11 +340,12 @@ class SplitForward(Shared):
             "shape of the batch": str(call.rows.shape),
             "tokens of the batch": ", ".join(sums),
             "documents": str(call.rows.cu_seqlens),
+            "images": fields_of_images(given),
             "labels": "given" if call.whole_labels is not None else "none",
             "logits": "whole" if call.gathers_logits else "this rank's",
         }
 
-    def _share(self, given: dict[str, Any]) -> tuple[SplitCall, dict[str, Any]]:
+    def _share(self, called: Any, given: dict[str, Any]) -> tuple[SplitCall, dict[str, Any]]:
         tokens = given.get("input_ids")
         if tokens is None:
             tokens = given.get("inputs_embeds")
@@ -334,14 +353,20 @@ class SplitForward(Shared):
             raise ValueError("pass input_ids [rows, columns], or inputs_embeds")
         if self.loss_refusal is not None and given_labels(given):
             raise ValueError(self.loss_refusal)
+        error = refused_images(called, given) if has_images(given) else None
+        if error is not None:
+            raise ValueError(error)
         _refuse_others(given)
         error = refused_router_loss(self.model_class) if given.get(ASKS) else None
         if error is not None:
             raise ValueError(error)
+        position_ids, three = given.get("position_ids"), None
+        if isinstance(position_ids, Tensor) and position_ids.ndim == 3:  # [3 or 4, rows, columns]
+            position_ids, three = _of_text_and_images(position_ids, tokens)
         rows = packed(
             tokens,
             given.get("attention_mask"),
-            given.get("position_ids"),
+            position_ids,
             given.get("cu_seq_lens_q"),
             counts_kept=self.counts_kept,
         )
@@ -351,8 +376,16 @@ class SplitForward(Shared):
         for name in ("input_ids", "inputs_embeds"):
             if given.get(name) is not None:
                 inputs[name] = own(rows.take(given[name]), 0)
-        inputs["position_ids"] = own(rows.position_ids[None], 0)
-        for name in ("token_type_ids", "mm_token_type_ids"):
+        images = _images(called, cp, rows, given) if has_images(given) else None
+        if three is not None:
+            three = rows.take(three.movedim(0, -1)).movedim(-1, 0)
+        elif images is not None:
+            three = images.positions(given, flat=position_ids is not None)
+        if three is None:
+            inputs["position_ids"] = own(rows.position_ids[None], 0)
+        else:
+            inputs["position_ids"] = own(three.movedim(0, -1), 0).movedim(-1, 0)
+        for name in ("token_type_ids", TYPES):
             if given.get(name) is not None:
                 whole = rows.take(given[name])
                 inputs[name] = own(whole, 0) if self.embeds_types else whole
@@ -385,12 +418,13 @@ class SplitForward(Shared):
             self,
             cp,
             rows,
-            int(rows.position_ids.max()),
+            int((rows.position_ids if three is None else three).max()),
             whole_labels,
             cuts_last=fused and shifted is None,
             columns=columns,
             gathers_logits=whole_labels is None or _state.logits.whole,
             as_tuple=given.get("return_dict") is False,
+            images=images,
         )
         return call, inputs
 
@@ -449,6 +483,9 @@ class SplitForward(Shared):
                 return tuple(LateGather(partial(self._router_rows, call, layer)) for layer in x)
             case "hidden_states":
                 return tuple(call.rows.put(_gathered(layer, call.cp)) for layer in x)
+            case _ if name in FEATURES and call.images is not None:
+                features = call.images.features[FEATURES[name]]
+                return LateGather(partial(_whole_features, features, x.ndim))
             case _ if name in CACHES:
                 return None
             case _ if name in PER_TOKEN:
@@ -503,13 +540,45 @@ def _refuse_others(given: Mapping[str, Any]) -> None:
     others = [
         name
         for name, x in given.items()
-        if name not in READ and (isinstance(x, Tensor | list | tuple | dict))
+        if name not in READ | OF_IMAGES and (isinstance(x, Tensor | list | tuple | dict))
     ]
     if others:
         raise ValueError(
             f"{', '.join(others)} cannot be split by tilewise in a model's forward; a split call "
-            "takes text alone (images by hf.parallelize, in a loop of your own)"
+            f"takes rows of tokens and {', '.join(sorted(OF_IMAGES))}"
         )
+
+
+def _of_text_and_images(position_ids: Tensor, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Positions of text, if there are any, and the three of each token [3, rows, columns]."""
+    if position_ids.shape[0] not in (3, 4) or position_ids.shape[1:] != tokens.shape[:2]:
+        rows, columns = tokens.shape[:2]
+        raise ValueError(
+            f"position_ids have the shape {list(position_ids.shape)}, but must be three for each "
+            f"token, or four with those of text first: [3 or 4, {rows}, {columns}]"
+        )
+    return (position_ids[0] if len(position_ids) == 4 else None), position_ids[-3:]
+
+
+def _images(
+    called: Any, cp: tw.ContextParallel, rows: PackedRows, given: Mapping[str, Any]
+) -> SplitImages:
+    """The images of a batch, in the order of its packed row."""
+    if given.get("input_ids") is None:
+        raise ValueError("images need input_ids, which say which tokens are theirs")
+    types = given.get(TYPES)
+    if types is not None and tuple(types.shape) != rows.shape:
+        raise ValueError(
+            f"{TYPES} has the shape {list(types.shape)}, but the batch has {list(rows.shape)}"
+        )
+    edges = rows.cu_seqlens
+    numbers = [int(rows.kept[edge]) // rows.shape[1] for edge in edges[:-1]]
+    names = [
+        f"row {row}" if numbers.count(row) == 1 else f"row {row}, tokens {a} to {b - 1},"
+        for row, (a, b) in zip(numbers, pairwise(edges), strict=True)
+    ]
+    types = None if types is None else rows.take(types)
+    return SplitImages(called, cp, WholeTokens(rows.take(given["input_ids"]), types, edges, names))
 
 
 def _wanted_columns(keep: Any, columns: int) -> Tensor | None:
@@ -568,6 +637,12 @@ def _gathered(x: Tensor, cp: tw.ContextParallel, layout: tw.Layout | None = None
     return _Whole.apply(x, *given)  # pyright: ignore[reportReturnType]
 
 
+def _whole_features(features: ImageFeatures, ndim: int) -> Tensor:
+    rows, owners, num_images = features
+    whole = rows if owners is None else _gathered(rows[None], owners)[0]
+    return whole.unflatten(0, (num_images, -1)) if ndim > whole.ndim else whole
+
+
 class _SumOverRanks(torch.autograd.Function):
     """The sum of the ranks' shares; backward hands the gradient on, times the number of ranks."""
 
@@ -600,11 +675,13 @@ def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         refuse_unsplit(named)
         _state.calls.append(None)
         return None
-    call, inputs = split.starts(args, given)
+    call, inputs = split.starts(module, args, given)
     stack = ExitStack()
     _state.calls.append((call, stack))
     _state.call = call
     stack.enter_context(standing_in(module, split.model_class, call.cp))
+    if call.images is not None:
+        stack.enter_context(images_split(call.images))
     # Positions that are given are those of the model's table.
     stack.enter_context(positions_moved(call.cp if named.get("position_ids") is None else None))
     states: StateLayers | None = getattr(module, "_tilewise_states", None)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import tilewise as tw
 from tilewise.arguments import checks_arguments, is_dense, whole_number
-from tilewise.integrations.data import shard_inputs
+from tilewise.integrations.data import OF_IMAGES, shard_inputs
 from tilewise.integrations.transformers.attention import LayerMask
 from tilewise.integrations.transformers.check import (
     attach,
@@ -172,10 +172,13 @@ def shard(
             tensor a layer that has an indexer, [batch, num_tokens, k], positions in the row, -1 for
             no key. `record_indices` records them. They have to be visible to their queries: the
             model's call refuses others, on every rank.
-        columns: labels, cu_seqlens, attention_mask, token_type_ids, shift_labels, as of
-            data.shard_inputs.
+        columns: labels, cu_seqlens, attention_mask, token_type_ids, mm_token_type_ids,
+            shift_labels, as of data.shard_inputs. What a processor returns beside them of images
+            and videos (pixel_values, image_grid_thw, ...) is returned whole: the model's call
+            gives each rank the features, and the positions, of its own tokens.
     """
-    inputs = shard_inputs(cp.layout, cp.rank, input_ids, **columns)
+    images = {name: columns.pop(name) for name in OF_IMAGES & columns.keys()}
+    inputs = shard_inputs(cp.layout, cp.rank, input_ids, **columns) | images
     if indices is None:
         return inputs
     if columns.get("attention_mask") is not None:

@@ -1,5 +1,5 @@
-"""Split calls run dropout by position, and a routers' loss that counts all ranks, in place of the
-model's own.
+"""Split calls run dropout by position, a routers' loss that counts all ranks and towers that return
+features of this rank's tokens, in place of the model's own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tilewise.integrations.transformers.experts import (
     refused_router_loss,
     routers_of_all_ranks,
 )
+from tilewise.integrations.transformers.images import images_of_call
 from tilewise.integrations.transformers.saved import Shared, is_split, not_compiled
 
 
@@ -61,23 +62,24 @@ def stand_in(called: nn.Module, base: nn.Module, cp: tw.ContextParallel) -> None
         called: base, or what PEFT made of it.
     """
     if "_tilewise_ranks" not in vars(called):  # PEFT's models have base's attributes
-        called.register_forward_pre_hook(_before, with_kwargs=True)
+        called.register_forward_pre_hook(_before, with_kwargs=True, prepend=True)
         called.register_forward_hook(_after, always_call=True)
     called._tilewise_ranks = _Ranks(cp, type(base))  # pyright: ignore[reportArgumentType]
 
 
 @not_compiled
-def _before(called: Any, _: Any, given: dict[str, Any]) -> None:
+def _before(called: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     stack = ExitStack()
     _open.calls.append(stack)
     if not is_split(called):
-        return
+        return None
     ranks: _Ranks = called._tilewise_ranks
     error = refused_router_loss(ranks.model_class) if given.get(ASKS) else None
     if error is not None:
         refuse(ranks.cp, error)
     stack.enter_context(standing_in(called, ranks.model_class, ranks.cp))
     stack.enter_context(positions_moved(ranks.cp))
+    return args, stack.enter_context(images_of_call(called, ranks.cp, args, given))
 
 
 @not_compiled

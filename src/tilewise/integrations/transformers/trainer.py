@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tilewise as tw
+from tilewise.integrations.data import refuse_images
 
 
 def arguments(
@@ -44,13 +45,15 @@ def _collator() -> Any:
 
     class WithoutPadding(DataCollatorWithFlattening):
         def __call__(self, features: Any, *args: Any, **given: Any) -> Any:
-            return super().__call__([_kept(example) for example in features], *args, **given)
+            kept = [_kept(number, example) for number, example in enumerate(features)]
+            return super().__call__(kept, *args, **given)
 
     return WithoutPadding()
 
 
-def _kept(example: Mapping[str, Any]) -> dict[str, Any]:
+def _kept(number: int, example: Mapping[str, Any]) -> dict[str, Any]:
     """The tokens of an example that its attention_mask does not hide."""
+    refuse_images(example, f"example {number} of a batch")
     if "input_ids" not in example:
         raise ValueError(
             "an example has no input_ids: tokenise the dataset first, or use TRL's SFTTrainer, "
