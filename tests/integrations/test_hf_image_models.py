@@ -205,8 +205,14 @@ def test_rows_of_one_batch_are_split_alike_in_a_loop_of_ones_own():
     same(in_own_loop(whole, rows, 3), found(whole, rows))
 
 
+def features_of(out: Any) -> Tensor:
+    """[number of tokens, hidden] of all images; before transformers 5.24 in another place."""
+    found = out.image_outputs.pooler_output if "image_outputs" in out else out.image_hidden_states
+    return torch.cat([x.flatten(0, -2) for x in found]) if "image_outputs" in out else found[...]
+
+
 def test_whole_features_come_back_with_their_gradient():
-    """image_hidden_states of a call on whole rows, in a loss of the caller's own."""
+    """Features that a call on whole rows returns, in a loss of the caller's own."""
     for name in ("llava", "gemma3"):
         whole = build(name)
         inputs = batch(whole, [2, 1])
@@ -214,10 +220,11 @@ def test_whole_features_come_back_with_their_gradient():
 
         def seen(model: Any, inputs: dict[str, Any] = inputs) -> Found:
             out = model(**inputs)
-            loss = out.image_hidden_states.square().mean() + out.logits[:, 2].mean()
+            features = features_of(out)
+            loss = features.square().mean() + out.logits[:, 2].mean()
             loss.backward()
             grads = {k: x.grad for k, x in model.named_parameters()}
-            return out.image_hidden_states.detach(), grads
+            return features.detach(), grads
 
         def on_rank(_: int, group: Any, whole: Any = whole, seen: Any = seen) -> Found:
             model = copy.deepcopy(whole)

@@ -93,7 +93,12 @@ READ = frozenset(  # arguments that say which tokens there are; the model gets t
         *(*CACHES, "use_cache", "return_dict", "logits_to_keep", "cache_position", INDICES),
     )
 )
-FEATURES = MappingProxyType({"image_hidden_states": "image", "video_hidden_states": "video"})
+FEATURES = MappingProxyType(
+    {
+        **{"image_hidden_states": "image", "video_hidden_states": "video"},  # before 5.24
+        **{"image_outputs": "image", "video_outputs": "video"},
+    }
+)
 BESIDE_LOGITS = frozenset(("loss", "aux_loss", "logits", "router_logits", *CACHES))
 COUNTS_TOKENS = ("opt",)  # model types that count positions without the padding before a row
 ADVICE = MappingProxyType(
@@ -484,8 +489,13 @@ class SplitForward(Shared):
             case "hidden_states":
                 return tuple(call.rows.put(_gathered(layer, call.cp)) for layer in x)
             case _ if name in FEATURES and call.images is not None:
+                if x is None:  # of another kind than the images of this call
+                    return None
+                is_features = isinstance(x, Tensor)
+                form = x if is_features else x.pooler_output
                 features = call.images.features[FEATURES[name]]
-                return LateGather(partial(_whole_features, features, x.ndim))
+                whole = LateGather(partial(_whole_features, features, form))
+                return whole if is_features else type(x)(pooler_output=whole)
             case _ if name in CACHES:
                 return None
             case _ if name in PER_TOKEN:
@@ -637,10 +647,13 @@ def _gathered(x: Tensor, cp: tw.ContextParallel, layout: tw.Layout | None = None
     return _Whole.apply(x, *given)  # pyright: ignore[reportReturnType]
 
 
-def _whole_features(features: ImageFeatures, ndim: int) -> Tensor:
-    rows, owners, num_images = features
+def _whole_features(features: ImageFeatures, form: Any) -> Any:
+    """Features of all images, as one tensor or a tensor of each, as the form is."""
+    rows, owners, counts = features
     whole = rows if owners is None else _gathered(rows[None], owners)[0]
-    return whole.unflatten(0, (num_images, -1)) if ndim > whole.ndim else whole
+    if not isinstance(form, Tensor):
+        return whole.split(counts)
+    return whole.unflatten(0, (len(counts), -1)) if form.ndim > whole.ndim else whole
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -107,12 +107,12 @@ class ImageFeatures(NamedTuple):
     Args:
         rows: [number of tokens here, hidden].
         owners: whose layout says which rank has which; None: every rank has all.
-        num_images: in the batch.
+        counts: tokens of each image of the batch.
     """
 
     rows: Tensor
     owners: tw.ContextParallel | None
-    num_images: int
+    counts: list[int]
 
 
 class SplitImages:
@@ -273,7 +273,7 @@ class SplitImages:
             counts, owners = self._owners(counts, hands, rows.device)
             rows = rows[: owners.layout.size(self.cp.rank)]
         self._check_filled(kind, counts, f"{kind} features")
-        self.features[kind] = ImageFeatures(rows[:, : parts[0].shape[-1]], owners, len(counts))
+        self.features[kind] = ImageFeatures(rows[:, : parts[0].shape[-1]], owners, counts)
         places = self._places(kind)
         numbers = (places.flatten().cumsum(0) - 1).view_as(places)
         mine = self.cp.shard(numbers, 1)[self.cp.shard(places, 1)]
@@ -289,7 +289,7 @@ class SplitImages:
             return result
         raise ValueError(
             f"{type(self.model).__name__} returned {type(result).__name__} for its {kind}s, "
-            "which has no pooler_output; transformers 5.23 has"
+            "which has no pooler_output; transformers 5.23 and later have"
         )
 
     def _owners(
