@@ -93,12 +93,7 @@ READ = frozenset(  # arguments that say which tokens there are; the model gets t
         *(*CACHES, "use_cache", "return_dict", "logits_to_keep", "cache_position", INDICES),
     )
 )
-FEATURES = MappingProxyType(
-    {
-        **{"image_hidden_states": "image", "video_hidden_states": "video"},  # before 5.24
-        **{"image_outputs": "image", "video_outputs": "video"},
-    }
-)
+FEATURES = ("image_outputs", "video_outputs", "image_hidden_states", "video_hidden_states")
 BESIDE_LOGITS = frozenset(("loss", "aux_loss", "logits", "router_logits", *CACHES))
 COUNTS_TOKENS = ("opt",)  # model types that count positions without the padding before a row
 ADVICE = MappingProxyType(
@@ -493,7 +488,7 @@ class SplitForward(Shared):
                     return None
                 is_features = isinstance(x, Tensor)
                 form = x if is_features else x.pooler_output
-                features = call.images.features[FEATURES[name]]
+                features = call.images.features[name.partition("_")[0]]
                 whole = LateGather(partial(_whole_features, features, form))
                 return whole if is_features else type(x)(pooler_output=whole)
             case _ if name in CACHES:
