@@ -20,7 +20,7 @@ from tilewise.execution.call import Call
 from tilewise.execution.sinks import check_sink, with_sink
 from tilewise.execution.validation import check_own_rows, check_tensors, checked_scale
 from tilewise.indexed.chosen import Chosen
-from tilewise.indexed.lists import ListKernel, attend_to_lists, list_kernel
+from tilewise.indexed.lists import ListKernel, attend_to_lists, list_kernel, proven
 from tilewise.indexed.visible import visible_keys
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Full, Mask
@@ -100,6 +100,7 @@ def attend_to_chosen(
             check_sink(call.sink, num_heads, dtype_name(q.dtype), q.device.type, batch)
         scale = checked_scale(call.softmax_scale, head_dim)
         kernel = list_kernel(call.kernel, q.device.type, q.dtype, head_dim, v_head_dim)
+        proven(kernel, q, num_kv_heads, v_head_dim)
         _check_choice(chosen, q, layout, rank)
         parts = [k] if v is None else [k.flatten(-2), v.flatten(-2)]
         width = None if v is None else [*v.shape[-2:]]

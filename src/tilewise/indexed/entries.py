@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilewise.compiler.row_moves import owners_of
 from tilewise.indexed.choice import chosen_among
-from tilewise.indexed.lists import attend_to_lists, list_kernel
+from tilewise.indexed.lists import attend_to_lists, list_kernel, proven
 from tilewise.indexed.visible import VisibleKeys
 from tilewise.layouts.layout import Layout
 from tilewise.tokens.moves import gather_moves
@@ -184,6 +184,7 @@ def attend_to_entries(
         table, places = rows.table, rows.places.sort(-1).values
     table = table[:, None]
     kernel = list_kernel(None, q.device.type, q.dtype, q.shape[-1], q.shape[-1])
+    proven(kernel, q, 1, q.shape[-1])
     return attend_to_lists(q, table, table, places, scale, kernel)
 
 

@@ -12,14 +12,17 @@ computes them again. `kernels/triton/lists.py` reads the tables where they lie.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilewise.arguments import dtype_name
 from tilewise.kernels.protocol import Kernel, accumulator_dtype
 from tilewise.kernels.registry import kernel_named
+from tilewise.kernels.self_check import TOLERANCES
 from tilewise.kernels.triton.tuning import MOST_LIST_WIDTHS
 from tilewise.tokens.named_rows import add_rows
 
@@ -87,6 +90,58 @@ def list_kernel(
             f"kernel 'triton' cannot serve mask=tw.Chosen(...): {reason}; 'reference' can"
         )
     return REFERENCE
+
+
+def proven(kernel: ListKernel, q: Tensor, num_kv_heads: int, v_head_dim: int) -> ListKernel:
+    """A kernel that agrees with plain torch on a small problem on q's device, of q's dtype, heads
+    and widths. It is tried once a process for each kind; plain torch itself is not.
+
+    Args:
+        q: [..., heads, head_dim].
+    Raises:
+        ValueError: naming the result that differs, and by how much.
+    """
+    if kernel != REFERENCE:
+        _try(kernel, q.device, q.dtype, (*q.shape[-2:], num_kv_heads, v_head_dim))
+    return kernel
+
+
+@lru_cache(maxsize=64)
+def _try(
+    kernel: ListKernel, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> None:
+    heads, head_dim, kv_heads, v_head_dim = sizes
+    make, num_rows, length = torch.Generator().manual_seed(0), 90, 70
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=make).to(device, dtype)
+
+    q, dout = normal(3, heads, head_dim), normal(3, heads, v_head_dim)
+    k, v = normal(num_rows, kv_heads, head_dim), normal(num_rows, kv_heads, v_head_dim)
+    dlse = torch.randn(3, heads, generator=make).to(device)
+    places = torch.stack([torch.randperm(num_rows, generator=make)[:length] for _ in range(3)])
+    places[1, ::3], places[2] = -1, -1
+    places, scale = places.sort(-1).values.to(device), head_dim**-0.5
+
+    def run(passes: ListKernel, *tensors: Tensor) -> tuple[Tensor, ...]:
+        *operands, grad, grad_lse = tensors
+        result = passes.forward(*operands, places, scale)
+        return *result, *passes.backward(*operands, places, scale, *result, grad, grad_lse)
+
+    with torch.no_grad():
+        found = run(kernel, q, k, v, dout, dlse)
+        wanted = run(REFERENCE, *(x.double() for x in (q, k, v, dout, dlse)))
+    most = TOLERANCES(dtype_name(dtype))
+    for name, x, want in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
+        difference = torch.where(x == want, 0.0, (x - want).abs()).max()  # -inf is equal
+        error = float(difference / want[want.isfinite()].abs().max())
+        if not error <= most:
+            raise ValueError(
+                f"the kernel for lists of keys gives another {name} than plain torch on {device} "
+                f"({dtype_name(dtype)}, {heads}:{kv_heads} heads of {head_dim} and {v_head_dim}): "
+                f"they differ by {error:.1e} of the largest value, and {most:.0e} is allowed; name "
+                "kernel='reference'"
+            )
 
 
 class _ListAttention(torch.autograd.Function):
