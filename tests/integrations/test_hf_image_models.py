@@ -130,7 +130,7 @@ def test_videos_are_the_unsplit_model(name: str):
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava_next"])
-def test_images_are_dealt_to_ranks_by_their_patches(name: str):
+def test_images_are_assigned_to_ranks_by_their_patches(name: str):
     """Each image is run by one rank; with fewer images than ranks the model is the unsplit one."""
     whole = build(name)
     inputs = batch(whole, [3, 2])

@@ -3,7 +3,7 @@
     pixels     -> this rank's images -> the model's tower -> features of this rank's tokens
     whole rows -> the model's get_rope_index -> positions of this rank's tokens
 
-Images are dealt to ranks, and a rank runs the model's tower on its own. Features then go to the
+Images are assigned to ranks, and a rank runs the model's tower on its own. Features then go to the
 ranks that have their tokens, and their gradients back, so that the gradients of the tower's
 parameters add up over ranks, as those of all others do. One image, and images that cannot be told
 apart, are computed on every rank. Models that count three positions for each token do so once, by
@@ -260,17 +260,17 @@ class SplitImages:
         Args:
             named: the tower's arguments, of all images.
         """
-        hands = _dealt(kind, named, self.cp.world_size)
+        shares = _assigned(kind, named, self.cp.world_size)
         given = named
-        if hands is not None:
-            given = _some_images(kind, named, hands[self.cp.rank])
-        with self._draws() if hands is None else nullcontext():
+        if shares is not None:
+            given = _some_images(kind, named, shares[self.cp.rank])
+        with self._draws() if shares is None else nullcontext():
             result = settled(self.transport, lambda: self._checked(kind, tower(**given)))
         found, layers = result.pooler_output, getattr(result, "deepstack_features", None) or []
         parts = [_flat(x) for x in (found, *layers)]
         rows, counts, owners = torch.cat(parts, -1), [x.shape[:-1].numel() for x in found], None
-        if hands is not None:
-            counts, owners = self._owners(counts, hands, rows.device)
+        if shares is not None:
+            counts, owners = self._owners(counts, shares, rows.device)
             rows = rows[: owners.layout.size(self.cp.rank)]
         self._check_filled(kind, counts, f"{kind} features")
         self.features[kind] = ImageFeatures(rows[:, : parts[0].shape[-1]], owners, counts)
@@ -293,20 +293,20 @@ class SplitImages:
         )
 
     def _owners(
-        self, counts: list[int], hands: list[list[int]], device: torch.device
+        self, counts: list[int], shares: list[list[int]], device: torch.device
     ) -> tuple[list[int], tw.ContextParallel]:
         """Tokens of all images, and which rank has the features of which.
 
         Args:
             counts: tokens of this rank's images.
-            hands: numbers of each rank's images.
+            shares: numbers of each rank's images.
         """
-        hand = hands[self.cp.rank]
-        own = torch.zeros(sum(map(len, hands)), dtype=torch.int64, device=device)
-        own[hand] = own.new_tensor(counts[: len(hand)])
+        share = shares[self.cp.rank]
+        own = torch.zeros(sum(map(len, shares)), dtype=torch.int64, device=device)
+        own[share] = own.new_tensor(counts[: len(share)])
         whole = torch.stack(on_every_rank(self.transport, own)).sum(0).tolist()
         starts = [0, *accumulate(whole)]
-        rows = [[x for i in hand for x in range(starts[i], starts[i + 1])] for hand in hands]
+        rows = [[x for i in share for x in range(starts[i], starts[i + 1])] for share in shares]
         layout = tw.Layout.from_positions(rows, name="images")
         return whole, tw.ContextParallel(self.cp.group, num_tokens=starts[-1], layout=layout)
 
@@ -322,19 +322,19 @@ class SplitImages:
             yield
 
 
-def _dealt(kind: str, named: Mapping[str, Any], num_ranks: int) -> list[list[int]] | None:
+def _assigned(kind: str, named: Mapping[str, Any], num_ranks: int) -> list[list[int]] | None:
     """Numbers of the images of each rank, the largest first to the rank with the fewest patches;
     None: one image, or images that cannot be told apart by what the tower is given.
     """
     patches = _patches(kind, named)
     if patches is None or len(patches) == 1 or num_ranks == 1:
         return None
-    hands, work = [list[int]() for _ in range(num_ranks)], [0] * num_ranks
+    shares, work = [list[int]() for _ in range(num_ranks)], [0] * num_ranks
     for number in sorted(range(len(patches)), key=lambda number: -patches[number]):
         rank = work.index(min(work))
-        hands[rank].append(number)
+        shares[rank].append(number)
         work[rank] += patches[number]
-    return [sorted(hand) for hand in hands]
+    return [sorted(share) for share in shares]
 
 
 def _patches(kind: str, named: Mapping[str, Any]) -> list[int] | None:
@@ -351,16 +351,16 @@ def _patches(kind: str, named: Mapping[str, Any]) -> list[int] | None:
     return made
 
 
-def _some_images(kind: str, named: Mapping[str, Any], hand: list[int]) -> dict[str, Any]:
+def _some_images(kind: str, named: Mapping[str, Any], share: list[int]) -> dict[str, Any]:
     """A tower's arguments for some of its images.
 
     For none, of the smallest one, which is run for nothing: FSDP gathers weights on every rank.
     """
     name, patches = PIXELS[KINDS.index(kind)], _patches(kind, named) or []
-    hand = hand or [patches.index(min(patches))]
+    share = share or [patches.index(min(patches))]
     pieces = named[name].split(patches)
-    made = {k: x[hand] if isinstance(x, Tensor) else x for k, x in named.items()}
-    return {**made, name: torch.cat([pieces[number] for number in hand])}
+    made = {k: x[share] if isinstance(x, Tensor) else x for k, x in named.items()}
+    return {**made, name: torch.cat([pieces[number] for number in share])}
 
 
 def _flat(features: Any) -> Tensor:
