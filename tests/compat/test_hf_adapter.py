@@ -46,7 +46,10 @@ def use_flash_classes(model: Any) -> None:
         plain = getattr(layer, name)
         names = {"GPTJAttention": "GPTJFlashAttention2", "FalconAttention": "FalconFlashAttention2"}
         module = sys.modules[type(plain).__module__]
-        flash = getattr(module, names[type(plain).__name__])(model.config, plain.layer_idx)
+        flash_class = getattr(module, names[type(plain).__name__], None)
+        if flash_class is None:  # GPT-J of transformers 5.24 asks AttentionInterface
+            return
+        flash = flash_class(model.config, plain.layer_idx)
         flash.double().load_state_dict(plain.state_dict())
         setattr(layer, name, flash)
 

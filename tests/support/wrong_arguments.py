@@ -504,7 +504,7 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     columns = {"labels": ids(), "cu_seqlens": [0, 16], "token_type_ids": None}
     yield "data.shard_inputs", data.shard_inputs, {
         "layout": LAYOUT, "rank": 0, "input_ids": ids(), **columns, "attention_mask": None,
-        "shift_labels": True,
+        "mm_token_type_ids": None, "shift_labels": True,
     }  # fmt: skip
     yield "data.shard_inputs(attention_mask)", data.shard_inputs, {
         "layout": LAYOUT, "rank": 0, "input_ids": ids(), "attention_mask": torch.ones(1, 16),

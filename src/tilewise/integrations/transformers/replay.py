@@ -93,10 +93,11 @@ def sharded_indices(cp: tw.ContextParallel, indices: Any, batch: int) -> tuple[T
     Raises:
         ValueError: unless they are whole numbers [batch, num_tokens, k] of each layer.
     """
-    if not isinstance(indices, list | tuple | Tensor):
+    shape = list(indices.shape) if isinstance(indices, Tensor) else None
+    if not isinstance(indices, list | tuple) and len(shape or ()) != 4:
         raise ValueError(
-            f"indices is {type(indices).__name__}, but must be a list: the positions of each layer "
-            "that has an indexer, [batch, num_tokens, k]"
+            f"indices is {shape or type(indices).__name__}, but must be a list: the positions of "
+            "each layer that has an indexer, [batch, num_tokens, k]"
         )
     made = []
     for number, x in enumerate(indices):
