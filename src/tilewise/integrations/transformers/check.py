@@ -245,15 +245,20 @@ def attach(model: Any, cp: tw.ContextParallel, name: str) -> None:
     lengths = registered(cp, name, proven=True, stateless=is_stateless(base))
     use_split_attention(base, name)
     lengths.agree_in(base)
+    wire_layers(base)
+    for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
+        wire_replay(called, base, cp.group)
+        stand_in(called, base, cp)
+    split_all_calls(model, base, cp, name)
+
+
+def wire_layers(base: nn.Module) -> None:
+    """Hook the layers of a model that split calls run in another way than unsplit ones."""
     wire_indexers(base)
     wire_compressors(base)
     wire_block_indexers(base)
     wire_ngram_layers(base)
     wire_positions(base)
-    for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
-        wire_replay(called, base, cp.group)
-        stand_in(called, base, cp)
-    split_all_calls(model, base, cp, name)
 
 
 def registered(

@@ -39,14 +39,18 @@ def positions_moved(cp: tw.ContextParallel | None) -> Iterator[None]:
         _state.cp = before
 
 
-def wire_positions(base: nn.Module) -> bool:
-    """Hook the embeddings of a model that count from padding_idx + 1; return whether it has any."""
-    found = [module for module in base.modules() if hasattr(module, COUNTS_FROM_PADDING)]
-    for module in found:
-        if not hasattr(module, "_tilewise_positions"):
+def skips_padding(base: nn.Module) -> bool:
+    """Return whether embeddings of a model count from padding_idx + 1, and leave padding out."""
+    return any(hasattr(module, COUNTS_FROM_PADDING) for module in base.modules())
+
+
+def wire_positions(base: nn.Module) -> None:
+    """Hook the embeddings of a model that count from padding_idx + 1."""
+    for module in base.modules():
+        known = hasattr(module, COUNTS_FROM_PADDING)
+        if known and not hasattr(module, "_tilewise_positions"):
             module._tilewise_positions = True  # pyright: ignore[reportArgumentType]
             module.register_forward_pre_hook(_before, with_kwargs=True)
-    return bool(found)
 
 
 @not_compiled

@@ -34,13 +34,16 @@ import tilewise as tw
 from tilewise.arguments import Reduction
 from tilewise.integrations.data import IGNORED, OF_IMAGES
 from tilewise.integrations.transformers.attention import LayerMask, attention_of, masks_of
-from tilewise.integrations.transformers.block_indexers import wire_block_indexers
-from tilewise.integrations.transformers.check import base_model, refuse_new_adapters, refused_loss
-from tilewise.integrations.transformers.compressed import wire_compressors
-from tilewise.integrations.transformers.counted_positions import positions_moved, wire_positions
+from tilewise.integrations.transformers.check import (
+    base_model,
+    refuse_new_adapters,
+    refused_loss,
+    wire_layers,
+)
+from tilewise.integrations.transformers.counted_positions import positions_moved, skips_padding
 from tilewise.integrations.transformers.experts import ASKS, refused_router_loss
 from tilewise.integrations.transformers.images import (
-    TYPES,
+    KIND_IDS,
     ImageFeatures,
     SplitImages,
     WholeTokens,
@@ -49,10 +52,8 @@ from tilewise.integrations.transformers.images import (
     images_split,
     refused_images,
 )
-from tilewise.integrations.transformers.indexers import wire_indexers
 from tilewise.integrations.transformers.labels import given_labels, is_masked
 from tilewise.integrations.transformers.late_gather import LateGather
-from tilewise.integrations.transformers.ngram_layers import wire_ngram_layers
 from tilewise.integrations.transformers.plan import choose_layouts, may_choose, work_to_plan
 from tilewise.integrations.transformers.replay import INDICES, refuse_unsplit, wire_replay
 from tilewise.integrations.transformers.rope import RopeLengths
@@ -275,14 +276,11 @@ class SplitForward(Shared):
         self.loss_refusal = loss_refusal
         self.transport = tw.transport.transport_for(group)
         self.masked = is_masked(type(base))
-        self.counts_kept = wire_positions(base) or text.model_type in COUNTS_TOKENS
+        self.counts_kept = skips_padding(base) or text.model_type in COUNTS_TOKENS
         self.embeds_types = any("token_type_embeddings" in name for name, _ in base.named_modules())
         self.parameters = [*inspect.signature(type(base).forward).parameters][1:]
         wire(base)
-        wire_indexers(base)
-        wire_compressors(base)
-        wire_block_indexers(base)
-        wire_ngram_layers(base)
+        wire_layers(base)
         self.stateless = is_stateless(base)
         self.name, self.model_class = type(base).__name__, type(base)
         self.work = work_to_plan(base, self.transport.rank) if strategy == "auto" else None
@@ -385,7 +383,7 @@ class SplitForward(Shared):
             inputs["position_ids"] = own(rows.position_ids[None], 0)
         else:
             inputs["position_ids"] = own(three.movedim(0, -1), 0).movedim(-1, 0)
-        for name in ("token_type_ids", TYPES):
+        for name in ("token_type_ids", KIND_IDS):
             if given.get(name) is not None:
                 whole = rows.take(given[name])
                 inputs[name] = own(whole, 0) if self.embeds_types else whole
@@ -484,8 +482,6 @@ class SplitForward(Shared):
             case "hidden_states":
                 return tuple(call.rows.put(_gathered(layer, call.cp)) for layer in x)
             case _ if name in FEATURES and call.images is not None:
-                if x is None:  # of another kind than the images of this call
-                    return None
                 is_features = isinstance(x, Tensor)
                 form = x if is_features else x.pooler_output
                 features = call.images.features[name.partition("_")[0]]
@@ -571,10 +567,10 @@ def _images(
     """The images of a batch, in the order of its packed row."""
     if given.get("input_ids") is None:
         raise ValueError("images need input_ids, which say which tokens are theirs")
-    types = given.get(TYPES)
+    types = given.get(KIND_IDS)
     if types is not None and tuple(types.shape) != rows.shape:
         raise ValueError(
-            f"{TYPES} has the shape {list(types.shape)}, but the batch has {list(rows.shape)}"
+            f"{KIND_IDS} has the shape {list(types.shape)}, but the batch has {list(rows.shape)}"
         )
     edges = rows.cu_seqlens
     numbers = [int(rows.kept[edge]) // rows.shape[1] for edge in edges[:-1]]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ MODELS = (  # model types whose tower and text model tests compare with the unsp
 KINDS = ("image", "video")
 PIXELS = ("pixel_values", "pixel_values_videos")
 GRIDS = ("image_grid_thw", "video_grid_thw")
-TYPES = "mm_token_type_ids"
+KIND_IDS = "mm_token_type_ids"
 SHOWN = 8  # images in an error
 
 
@@ -165,11 +165,11 @@ class SplitImages:
         known = _parameters(count).keys() & {*GRIDS, "second_per_grid_ts"}
         grids = {name: given.get(name) for name in sorted(known)}
         try:
-            found, _ = count(cut[0], **{TYPES: cut[1], "attention_mask": cut[2]}, **grids)
+            found, _ = count(cut[0], **{KIND_IDS: cut[1], "attention_mask": cut[2]}, **grids)
         except (RuntimeError, StopIteration, TypeError, ValueError) as error:
             raise ValueError(
                 f"{type(self.model).__name__} cannot count the positions of images by "
-                f"{TYPES} and {', '.join(x for x in grids if grids[x] is not None)}: {error!r}; "
+                f"{KIND_IDS} and {', '.join(x for x in grids if grids[x] is not None)}: {error!r}; "
                 f"{self._first()} is the first row with images"
             ) from error
         return found[:, cut[2].bool()].unflatten(1, self.tokens.ids.shape)
@@ -195,21 +195,21 @@ class SplitImages:
         types, ids = self.tokens.types, self.tokens.ids
         if types is None:
             raise ValueError(
-                f"{TYPES} is not given, by which {type(self.model).__name__} counts three "
+                f"{KIND_IDS} is not given, by which {type(self.model).__name__} counts three "
                 f"positions for each token of an image: {self._first()} has images. Pass what the "
                 "processor returns beside input_ids"
             )
         if types.shape != ids.shape:
             raise ValueError(
-                f"{TYPES} has the shape {list(types.shape)}, but the whole rows have "
+                f"{KIND_IDS} has the shape {list(types.shape)}, but the whole rows have "
                 f"{list(ids.shape)} tokens; pass that of whole rows, on every rank"
             )
-        wrong = (types != 0) != (self._places("image") | self._places("video"))
+        wrong = (types != 0) != (self._places["image"] | self._places["video"])
         if bool(wrong.any()):
             at = int(wrong.flatten().nonzero()[0])
             number = sum(edge <= at for edge in self.tokens.edges) - 1
             raise ValueError(
-                f"{TYPES} is {int(types.flatten()[at])} at token "
+                f"{KIND_IDS} is {int(types.flatten()[at])} at token "
                 f"{at - self.tokens.edges[number]} of {self.tokens.names[number]}, whose id "
                 f"({int(ids.flatten()[at])}) says otherwise: cut, pad and pack it as input_ids"
             )
@@ -217,17 +217,20 @@ class SplitImages:
 
     def _first(self) -> str:
         """The name of the first document with images."""
-        places = (self._places("image") | self._places("video")).flatten()
+        places = (self._places["image"] | self._places["video"]).flatten()
         found = zip(pairwise(self.tokens.edges), self.tokens.names, strict=True)
         return next((name for (a, b), name in found if bool(places[a:b].any())), "no row")
 
-    def _places(self, kind: str) -> Tensor:
-        """Tokens [batch, num_tokens] whose embeddings are features of images, or of videos."""
+    @cached_property
+    def _places(self) -> dict[str, Tensor]:
+        """Tokens [batch, num_tokens] whose embeddings are features of images, and of videos."""
         ids, find = self.tokens.ids, self.model.get_placeholder_mask
         asked = _parameters(find).get("image_features")
         if asked is not None and asked.default is asked.empty:  # it knows images alone
-            return ids == self.model.config.image_token_id if kind == "image" else ids != ids
-        return find(ids, inputs_embeds=ids.new_zeros(*ids.shape, 1))[KINDS.index(kind)].view_as(ids)
+            found = ids == self.model.config.image_token_id, ids != ids
+        else:
+            found = find(ids, inputs_embeds=ids.new_zeros(*ids.shape, 1))
+        return {kind: x.view_as(ids) for kind, x in zip(KINDS, found, strict=False)}
 
     def _check_filled(self, kind: str, counts: Sequence[int], source: str) -> None:
         """Raise ValueError unless each document's tokens are those of whole images.
@@ -236,7 +239,7 @@ class SplitImages:
             counts: tokens of each image.
             source: where counts come from.
         """
-        placed = nn.functional.pad(self._places(kind).flatten().cumsum(0), (1, 0))
+        placed = nn.functional.pad(self._places[kind].flatten().cumsum(0), (1, 0))
         until = placed.cpu()[list(self.tokens.edges)].tolist()
         ends, total = {0, *accumulate(counts)}, sum(counts)
         cut = (x not in ends for x in until[1:])
@@ -274,7 +277,7 @@ class SplitImages:
             rows = rows[: owners.layout.size(self.cp.rank)]
         self._check_filled(kind, counts, f"{kind} features")
         self.features[kind] = ImageFeatures(rows[:, : parts[0].shape[-1]], owners, counts)
-        places = self._places(kind)
+        places = self._places[kind]
         numbers = (places.flatten().cumsum(0) - 1).view_as(places)
         mine = self.cp.shard(numbers, 1)[self.cp.shard(places, 1)]
         own = rows.index_select(0, mine) if owners is None else owners.gather_rows(rows, mine)
@@ -447,7 +450,7 @@ def images_of_call(
     ]
     if len(ids) == 1 < len(numbers):
         names = [f"document {number} (row {number} of an attention_mask)" for number in numbers]
-    tokens = WholeTokens(ids, given.get(TYPES), [*edges, ids.numel()], names)
+    tokens = WholeTokens(ids, given.get(KIND_IDS), [*edges, ids.numel()], names)
     images, own = SplitImages(called, cp, tokens), {**given}
     positions = given.get("position_ids")
     if positions is None or positions.ndim != 3:

@@ -1,5 +1,5 @@
-"""Split calls run dropout by position, a routers' loss that counts all ranks and towers that return
-features of this rank's tokens, in place of the model's own.
+"""Split calls run dropout by position, a routers' loss that counts all ranks, positions that are
+counted as the model does, and towers that return features of this rank's tokens.
 """
 
 from __future__ import annotations
