@@ -119,7 +119,7 @@ def test_any_number_of_images(name: str, images: list[int]):
         same(in_own_loop(whole, inputs, world_size), want)
 
 
-@pytest.mark.parametrize("name", [*THREE, "llava_onevision"])
+@pytest.mark.parametrize("name", [*THREE, "gemma4", "llava_onevision"])
 def test_videos_are_the_unsplit_model(name: str):
     """Beside images, where the model itself takes both in a batch."""
     whole = build(name)
@@ -129,32 +129,86 @@ def test_videos_are_the_unsplit_model(name: str):
     same(in_own_loop(whole, inputs, 2), want)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "llava_next"])
-def test_images_are_assigned_to_ranks_by_their_patches(name: str):
-    """Each image is run by one rank; with fewer images than ranks the model is the unsplit one."""
-    whole = build(name)
-    inputs = batch(whole, [3, 2])
-    seen = [0, 0]
+def _work_of_towers(whole: Any, inputs: Any, world_size: int) -> list[int]:
+    """Patches, or crops, that each rank's tower computes in a split call."""
+    seen = [0] * world_size
 
     def on_rank(rank: int, group: Any) -> None:
         model = copy.deepcopy(whole)
         split_forward(model, group)
-        tower = model.model.visual if name in THREE else model.model.vision_tower
+        parts = dict(model.named_modules())
+        (tower,) = (x for k, x in parts.items() if k in ("model.visual", "model.vision_tower"))
 
-        def count(_: Any, args: tuple[Tensor, ...]) -> None:
-            seen[rank] += len(args[0])
+        def count(_: Any, args: tuple[Tensor, ...], given: dict[str, Any]) -> None:
+            seen[rank] += len(args[0] if args else given["pixel_values"])
 
-        tower.register_forward_pre_hook(count)
+        tower.register_forward_pre_hook(count, with_kwargs=True)
         model(**inputs)
 
-    tw.loopback(2, on_rank)
-    if name in THREE:
-        patches = inputs["image_grid_thw"].prod(-1)
-        assert sum(seen) == int(patches.sum())
-        assert abs(seen[0] - seen[1]) <= int(patches.min())
-    else:  # images of the same number of patches, cut to those that the model takes
-        assert min(seen) > 0
-        assert max(seen) <= 0.75 * sum(seen)
+    tw.loopback(world_size, on_rank)
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava_next", "llava_onevision", "gemma4"])
+def test_towers_are_level(name: str, world_size: int):
+    """Each image is run by one rank, so that ranks differ by the largest one at most."""
+    whole, make = build(name), torch.Generator().manual_seed(world_size)
+    for seed in range(4):
+        images = torch.randint(1, 6, (2,), generator=make).tolist()
+        inputs = batch(whole, images, seed=seed)
+        seen = _work_of_towers(whole, inputs, world_size)
+        work = [1] * sum(images)
+        if name == "qwen3_vl":
+            work = inputs["image_grid_thw"].prod(-1).tolist()
+        if name.startswith("llava"):
+            own = [n == 1 or name == "llava_next" for n in images for _ in range(n)]
+            crops = {(8, 16): 3, (16, 8): 3, (12, 16): 5}
+            sizes = map(tuple, inputs["image_sizes"].tolist())
+            work = [crops[x] if cut else 1 for x, cut in zip(sizes, own, strict=True)]
+        nothing = max(0, world_size - len(work)) * min(work)  # of ranks without an image
+        again = world_size * (name == "llava_onevision")  # at most, of uncropped ones
+        assert sum(work) + nothing <= sum(seen) <= sum(work) + nothing + again
+        assert max(seen) <= sum(work) / world_size + max(work), (images, seen)
+        assert max(seen) <= 1.3 * sum(work) / world_size or len(work) < 3 * world_size
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma4"])
+def test_a_video_is_split_by_frames(name: str):
+    """One of two frames, and beside it one of three."""
+    whole = build(name)
+    a_frame = 1 if name == "gemma4" else 16
+    for videos, frames in (([1], [1, 1]), ([2], [3, 2])):
+        inputs = batch(whole, [0], videos=videos)
+        want = found(whole, inputs)
+        same(in_forward(whole, inputs, 3), want)
+        same(in_own_loop(whole, inputs, 2), want)
+        assert _work_of_towers(whole, inputs, 2) == [a_frame * n for n in frames]
+
+
+@pytest.mark.parametrize("images", [[1, 2], [3], [1, 1, 0, 4]])
+def test_images_that_are_alone_in_their_row_are_cropped(images: list[int]):
+    """LLaVA-OneVision's, which counts images of rows."""
+    whole = build("llava_onevision")
+    inputs = batch(whole, images)
+    want = found(whole, inputs)
+    for world_size in (2, 3):
+        same(in_forward(whole, inputs, world_size), want)
+
+
+def test_crops_one_after_another_are_split_by_image():
+    whole = build("llava_next")
+    inputs = batch(whole, [0, 3])
+    want = found(whole, inputs)
+    crops = [x[:n] for x, n in zip(inputs["pixel_values"], (3, 3, 5), strict=True)]
+    inputs["pixel_values"] = torch.cat(crops)
+    same(in_forward(whole, inputs, 2), want)
+    assert sorted(_work_of_towers(whole, inputs, 2)) == [5, 6]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava_next"])
+def test_fewer_images_than_ranks(name: str):
+    whole = build(name)
     few = batch(whole, [0, 2])
     want = found(whole, few)
     same(in_forward(whole, few, 3), want)

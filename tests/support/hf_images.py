@@ -95,7 +95,7 @@ def batch(model: Any, images: Sequence[int], *, videos: Sequence[int] = (), seed
     make = torch.Generator().manual_seed(seed)
     name, dtype = model.config.model_type, next(model.parameters()).dtype
     pictures = {
-        "image": _pixels(name, sum(images), make, dtype),
+        "image": _pixels(name, images, make, dtype),
         "video": _videos(name, sum(videos), make, dtype),
     }
     kinds = [
@@ -135,8 +135,9 @@ def _text(length: int, make: torch.Generator) -> Tensor:
     return torch.randint(3, 40, (length,), generator=make)
 
 
-def _pixels(name: str, count: int, make: torch.Generator, dtype: Any) -> dict[str, Tensor]:
-    """Images of several sizes, where models take these."""
+def _pixels(name: str, rows: Sequence[int], make: torch.Generator, dtype: Any) -> dict[str, Tensor]:
+    """Images of several sizes, where models take these; rows: how many each has."""
+    count = sum(rows)
     if not count:
         return {}
     if name in THREE:
@@ -154,7 +155,10 @@ def _pixels(name: str, count: int, make: torch.Generator, dtype: Any) -> dict[st
     if name in ("llava_next", "llava_onevision"):
         shapes = [((8, 16), (16, 8), (12, 16))[i % 3] for i in range(count)]
         pixels = torch.randn(count, 5, 3, SIDE, SIDE, generator=make).to(dtype)
-        return {"pixel_values": pixels, "image_sizes": torch.tensor(shapes)}
+        given = {"pixel_values": pixels, "image_sizes": torch.tensor(shapes)}
+        if name == "llava_onevision":  # it crops an image that is alone in its row
+            given["batch_num_images"] = torch.tensor([x for x in rows if x])
+        return given
     return {"pixel_values": torch.randn(count, 3, SIDE, SIDE, generator=make).to(dtype)}
 
 
@@ -166,6 +170,12 @@ def _videos(name: str, count: int, make: torch.Generator, dtype: Any) -> dict[st
         grid = torch.tensor([(2 + i % 2, 4, 4) for i in range(count)])
         patches = torch.randn(int(grid.prod(-1).sum()), CHANNELS, generator=make).to(dtype)
         return {"pixel_values_videos": patches, "video_grid_thw": grid}
+    if name == "gemma4":
+        frames = torch.tensor([2 + i % 2 for i in range(count)])
+        places = torch.tensor([(i % 4, i // 4) for i in range(16)]).repeat(int(frames.sum()), 1, 1)
+        pixels = torch.rand(len(places), 16, 12, generator=make).to(dtype)
+        given = {"pixel_values_videos": pixels, "video_position_ids": places}
+        return given | {"num_frames_per_video": frames}
     pixels = torch.randn(count, 2, 3, SIDE, SIDE, generator=make).to(dtype)
     return {"pixel_values_videos": pixels}
 
@@ -174,7 +184,7 @@ def _sizes(model: Any, kind: str, given: dict[str, Tensor]) -> list[list[int]]:
     """Tokens of each image; of each video those of its frames, where text parts these."""
     if not given:
         return []
-    tower = getattr(model, f"get_{kind}_features")
+    tower = getattr(model.model, f"get_{kind}_features")
     with torch.no_grad():
         found = tower(**given, return_dict=True).pooler_output
     parts = kind == "video" and model.config.model_type in ("qwen3_vl", "glm4v", "glm46v")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import tilewise as tw
 from tilewise.integrations.data import OF_IMAGES
 from tilewise.integrations.seeds import agreed_seed
+from tilewise.integrations.transformers.image_shares import GRIDS, KINDS, PIXELS, images_of
 from tilewise.integrations.transformers.saved import not_compiled
 from tilewise.masks.base import as_ints
 from tilewise.transport.agreement import agree, settled
@@ -34,9 +35,6 @@ MODELS = (  # model types whose tower and text model tests compare with the unsp
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v"),
     *("gemma3", "gemma4", "llava", "llava_next", "llava_onevision"),
 )
-KINDS = ("image", "video")
-PIXELS = ("pixel_values", "pixel_values_videos")
-GRIDS = ("image_grid_thw", "video_grid_thw")
 KIND_IDS = "mm_token_type_ids"
 SHOWN = 8  # images in an error
 
@@ -263,18 +261,21 @@ class SplitImages:
         Args:
             named: the tower's arguments, of all images.
         """
-        shares = _assigned(kind, named, self.cp.world_size)
-        given = named
-        if shares is not None:
-            given = _some_images(kind, named, shares[self.cp.rank])
-        with self._draws() if shares is None else nullcontext():
+        images = images_of(kind, named, self.model.config)
+        if images is None or len(images.work) == 1 or self.cp.world_size == 1:
+            with self._draws():
+                result = settled(self.transport, lambda: self._checked(kind, tower(**named)))
+            shares = None
+        else:
+            shares = images.shares(self.cp.world_size)
+            given = images.some(shares[self.cp.rank])
             result = settled(self.transport, lambda: self._checked(kind, tower(**given)))
         found, layers = result.pooler_output, getattr(result, "deepstack_features", None) or []
         parts = [_flat(x) for x in (found, *layers)]
         rows, counts, owners = torch.cat(parts, -1), [x.shape[:-1].numel() for x in found], None
-        if shares is not None:
+        if images is not None and shares is not None:
             counts, owners = self._owners(counts, shares, rows.device)
-            rows = rows[: owners.layout.size(self.cp.rank)]
+            rows, counts = rows[: owners.layout.size(self.cp.rank)], images.whole_counts(counts)
         self._check_filled(kind, counts, f"{kind} features")
         self.features[kind] = ImageFeatures(rows[:, : parts[0].shape[-1]], owners, counts)
         places = self._places[kind]
@@ -323,47 +324,6 @@ class SplitImages:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(self.seed)
             yield
-
-
-def _assigned(kind: str, named: Mapping[str, Any], num_ranks: int) -> list[list[int]] | None:
-    """Numbers of the images of each rank, the largest first to the rank with the fewest patches;
-    None: one image, or images that cannot be told apart by what the tower is given.
-    """
-    patches = _patches(kind, named)
-    if patches is None or len(patches) == 1 or num_ranks == 1:
-        return None
-    shares, work = [list[int]() for _ in range(num_ranks)], [0] * num_ranks
-    for number in sorted(range(len(patches)), key=lambda number: -patches[number]):
-        rank = work.index(min(work))
-        shares[rank].append(number)
-        work[rank] += patches[number]
-    return [sorted(share) for share in shares]
-
-
-def _patches(kind: str, named: Mapping[str, Any]) -> list[int] | None:
-    """Rows of pixels of each image; None: they cannot be told apart."""
-    at = KINDS.index(kind)
-    pixels, grid = named.get(PIXELS[at]), named.get(GRIDS[at])
-    if not isinstance(pixels, Tensor) or named.get("batch_num_images") is not None:
-        return None
-    made = grid.prod(-1).tolist() if isinstance(grid, Tensor) else [1] * len(pixels)
-    beside = [x for name, x in named.items() if name in OF_IMAGES and name != PIXELS[at]]
-    tensors = [x for x in beside if isinstance(x, Tensor)]
-    if any(len(x) != len(made) for x in tensors) or sum(made) != len(pixels):
-        return None
-    return made
-
-
-def _some_images(kind: str, named: Mapping[str, Any], share: list[int]) -> dict[str, Any]:
-    """A tower's arguments for some of its images.
-
-    For none, of the smallest one, which is run for nothing: FSDP gathers weights on every rank.
-    """
-    name, patches = PIXELS[KINDS.index(kind)], _patches(kind, named) or []
-    share = share or [patches.index(min(patches))]
-    pieces = named[name].split(patches)
-    made = {k: x[share] if isinstance(x, Tensor) else x for k, x in named.items()}
-    return {**made, name: torch.cat([pieces[number] for number in share])}
 
 
 def _flat(features: Any) -> Tensor:
