@@ -36,6 +36,17 @@ WITH_IMAGES = {
     )
     for name in MODELS
 }
+BY_PROCESSOR = {  # pictures and text, of which TRL's collators make batches by a processor
+    f"{trainer.upper()}, images, {model}, {columns}": Run(
+        f"{trainer} on images",
+        model,
+        {"learning_rate": 0.01},
+        columns=columns,
+        changes={"dtype": torch.float32},
+    )
+    for model in ("llava", "gemma3", "qwen2_5_vl")
+    for trainer, columns in (("sft", "messages"), ("sft", "prompt"), ("dpo", "prompt"))
+}
 FEW = {
     "Trainer, accumulated, with metrics": Run(
         "trainer", args={"gradient_accumulation_steps": 2}, metrics=True
@@ -52,6 +63,7 @@ FEW = {
     "GRPO": Run("grpo"),
     "Reward": Run("reward", "gemma2"),
     "Trainer, images": WITH_IMAGES["Trainer, images, qwen3_vl"],
+    "SFT, images": BY_PROCESSOR["SFT, images, qwen2_5_vl, messages"],
 }
 MANY = {
     **{f"SFT, packed, {m}": Run("sft", m, PACKED) for m in (
@@ -105,6 +117,7 @@ MANY = {
     "compiled": Run("trainer", args={"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "SFT, compiled": Run("sft", args={"torch_compile": True, "torch_compile_backend": "eager"}),
     **WITH_IMAGES,
+    **BY_PROCESSOR,
 }  # fmt: skip
 
 

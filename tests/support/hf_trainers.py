@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support import hf_images, hybrid_models
+from support import hf_images, hf_processors, hybrid_models
 from support.hf_models import VOCABULARY, build
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class Run:
 
     Args:
         trainer: one of MAKERS.
-        model: of hf_models or of hybrid_models, or of hf_images for "images".
+        model: of hf_models or of hybrid_models, or of hf_images for "images" and what is on images.
         args: fields of its arguments, beside those of every run.
         columns: of SFT's data: "text", "messages", "prompt" (with completions) or "input_ids".
         sizes: of the ParallelismConfig; none: nothing is split.
@@ -167,7 +167,7 @@ def _trainer(run: Run, folder: str) -> Any:
         given["parallelism_config"] = ParallelismConfig(**sizes)
     hybrid = run.model in hybrid_models.CONFIGS
     make = hybrid_models.build if hybrid else build
-    make = hf_images.build if run.trainer == "images" else make
+    make = hf_images.build if "images" in run.trainer else make
     model = make(run.model, **run.changes)
     return MAKERS[run.trainer](run, model, folder, given)
 
@@ -409,6 +409,8 @@ def _distinct(completions: list[str], **_: Any) -> list[float]:
 MAKERS: dict[str, Callable[..., Any]] = {
     "trainer": _plain,
     "images": _images,
+    "sft on images": hf_processors.sft,
+    "dpo on images": hf_processors.dpo,
     "sft": _sft,
     "dpo": _dpo,
     "kto": _kto,
