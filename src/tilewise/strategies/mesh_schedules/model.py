@@ -65,12 +65,15 @@ class Port:
 
     def next_end(self) -> float:
         """Seconds until the next transfer is through."""
-        heads = [queue[0][1] for queue in self.queues if queue]
-        return min(heads) * len(heads)
+        one, other = self.queues
+        if one and other:
+            return 2 * min(one[0][1], other[0][1])
+        return (one or other)[0][1]
 
     def advance(self, seconds: float) -> None:
         end = self.now + seconds
-        while self.queues[0] or self.queues[1]:
+        one, other = self.queues
+        while one or other:
             step = self.next_end()
             if self.now + step > end + 1e-9 * step:
                 break
@@ -80,15 +83,17 @@ class Port:
             self.now = end
 
     def _pass(self, seconds: float) -> None:
-        active = [queue for queue in self.queues if queue]
-        for queue in active:
-            move, seconds_left = queue[0]
-            seconds_left -= seconds / len(active)
-            if seconds_left > 1e-9 * seconds:
-                queue[0] = move, seconds_left
-            else:
-                self.arrived.append(move)
-                del queue[0]
+        one, other = self.queues
+        share = seconds / 2 if one and other else seconds
+        for queue in self.queues:
+            if queue:
+                move, seconds_left = queue[0]
+                seconds_left -= share
+                if seconds_left > 1e-9 * seconds:
+                    queue[0] = move, seconds_left
+                else:
+                    self.arrived.append(move)
+                    del queue[0]
         self.now += seconds
 
 
