@@ -52,10 +52,11 @@ def picture(path: str, table: list[Row], title: str) -> None:
     rcParams.update(chart_style())
     figure = Figure(figsize=(7, 3.6))
     axes = figure.subplots()
-    for what, seconds, size in (
-        ("forward", [r.forward_seconds for r in table], [r.forward_bytes for r in table]),
-        ("backward", [r.backward_seconds for r in table], [r.backward_bytes for r in table]),
+    for what, points in (
+        ("forward", [(r.forward_bytes, r.forward_seconds) for r in table]),
+        ("backward", [(r.backward_bytes, r.backward_seconds) for r in table]),
     ):
+        size, seconds = zip(*sorted(points), strict=True)
         axes.plot([x / 1e9 for x in size], [x * 1e3 for x in seconds], "o-", ms=3, label=what)
     axes.set(xlabel="peak memory of a rank, GB", ylabel="milliseconds", title=title)
     axes.set_ylim(bottom=0)
