@@ -60,7 +60,7 @@ def picture(path: str, table: list[Row], title: str) -> None:
         axes.plot([x / 1e9 for x in size], [x * 1e3 for x in seconds], "o-", ms=3, label=what)
     axes.set(xlabel="peak memory of a rank, GB", ylabel="milliseconds", title=title)
     axes.set_ylim(bottom=0)
-    axes.legend()
+    axes.legend(loc="center right")
     figure.tight_layout()
     figure.savefig(path, dpi=80, metadata={"Software": None})
 
