@@ -1,6 +1,7 @@
 """What the compiler makes of our Triton kernels, for a GPU that need not be here.
 
-    python -m benchmarks.triton_code [--arch 90] [--head-dim 128] [--dtype bf16] [--lists] [--json]
+    python -m benchmarks.triton_code [--arch 90] [--head-dim 128] [--dtype bf16]
+        [--lists | --whole-rows] [--json]
 
 Per kernel: registers, bytes of stack (spills), shared memory, blocks that fit a multiprocessor;
 then of its inner loop, without (full) and with a mask: instructions, matrix instructions, copies
@@ -23,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.exact import triton_kernel as exact
+from tilewise.exact.triton_kernel import WARPS, block_sizes
 from tilewise.kernels.triton.kernel import Lists, ScoreRule
 from tilewise.kernels.triton.tuning import (
     MOST_LIST_WIDTHS,
@@ -116,6 +119,17 @@ def list_jobs(head_dim: int, dtype: torch.dtype, arch: int) -> list[Job]:
     ]
 
 
+def whole_rows_jobs(head_dim: int, dtype: torch.dtype, arch: int) -> list[Job]:
+    """Kernels of reduction="canonical", of the same blocks on every GPU."""
+    from tilewise.kernels.triton import whole_rows
+
+    sizes = block_sizes(head_dim, dtype)
+    kernels = whole_rows.attend, whole_rows.query_gradients, whole_rows.key_gradients
+    blocks, options = LaunchBlocks(*sizes, WARPS), {"OWN": sizes.own, "WALKED": sizes.walked}
+    names = "forward", "dq", "dk, dv"
+    return [Job(x, kernel, blocks, options) for x, kernel in zip(names, kernels, strict=True)]
+
+
 class Target(NamedTuple):
     """What a kernel is compiled for, as Triton specialises it.
 
@@ -154,12 +168,16 @@ def compiled(job: Job, target: Target, *, stepped: bool = True) -> Any:
     aligned: dict[tuple[int, ...], Any] = {}
     for i, name in enumerate(job.kernel.arg_names):
         types[name] = _type(name, target, of_lists="places" in job.kernel.arg_names)
+        if name == "lists" and "OWN" in job.options:
+            kinds: Any = ["*i32"] * len(exact.Lists._fields)
+            types[name] = exact.Lists(*kinds)
         if name in ("statistics", "padded", "places", "bounds", "shares"):
             aligned[(i,)] = ALIGNED
         elif isinstance(types[name], TensorView) and name not in NUMBERS:
             aligned[(i, 0)] = ALIGNED
-        elif isinstance(types[name], TensorView | Lists):
-            aligned |= {(i, j): ALIGNED for j in range(4) if types[name][j] != "constexpr"}
+        elif isinstance(types[name], TensorView | Lists | exact.Lists):
+            fields = enumerate(types[name])
+            aligned |= {(i, j): ALIGNED for j, kind in fields if kind != "constexpr"}
         if name == "rule":
             given |= {(i, j): x for j, x in enumerate(ScoreRule()) if x is None}
         elif name in NUMBERS:
@@ -167,7 +185,8 @@ def compiled(job: Job, target: Target, *, stepped: bool = True) -> Any:
         elif name == "group" and target.group == 1:
             given[name] = 1
     source = ASTSource(job.kernel, types, given, aligned)
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    fuses = "OWN" not in job.options
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fuses}
     options |= {"maxnreg": registers} if registers else {}
     return triton.compile(source, target=GPUTarget("cuda", target.arch, 32), options=options)
 
@@ -195,7 +214,7 @@ def _type(name: str, target: Target, *, of_lists: bool) -> Any:
             return "constexpr"
         case "statistics" | "shares":
             return "*fp32"
-        case "scale":
+        case "scale" | "slope_scale":
             return "fp32"
         case _:
             return "i32"
@@ -295,6 +314,8 @@ def table(codes: list[Code]) -> str:
             f"{code.kernel:9} {code.head_dim:4}  {code.blocks:17} {code.registers:5} "
             f"{code.stack:5} {code.shared // 1024:4} {code.fit:3}"
         )
+        if not code.loops:  # matrices are multiplied around another loop
+            lines.append(start)
         for loop in code.loops:
             cycles = "     -" if loop.tensor_cycles is None else f"{loop.tensor_cycles:6.0f}"
             lines.append(
@@ -319,9 +340,11 @@ def main() -> int:
     parser.add_argument("--group", type=int, default=8, help="query heads of a KV head")
     parser.add_argument("--into", action="store_true", help="kernels that add to what is there")
     parser.add_argument("--lists", action="store_true", help="the kernels of lists of keys")
+    parser.add_argument("--whole-rows", action="store_true", help="those of canonical calls")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     dtype, all_jobs = DTYPES[given.dtype], list_jobs if given.lists else jobs
+    all_jobs = whole_rows_jobs if given.whole_rows else all_jobs
     widths = sorted({128, 256, MOST_LIST_WIDTHS[dtype][0]}) if given.lists else (64, 128, 256)
     codes = [
         examined(job, Target(given.arch, head_dim, given.dtype, given.group, given.into))

@@ -10,6 +10,7 @@ the document alone fixes. Own rows may stand anywhere: they are packed into bloc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -103,6 +104,18 @@ class DocumentRows(NamedTuple):
     @property
     def num_walked_blocks(self) -> int:
         return -(-self.length // self.sizes.walked)
+
+    def meetings(self) -> Iterator[tuple[int, Array, NDArray[np.bool_]]]:
+        """Of each walked block its number, the own blocks that meet it, ascending, and of every own
+        block whether all its rows see all of it.
+        """
+        low, high = (self.in_own_blocks(x) for x in (self.low, self.high))
+        for number in range(self.num_walked_blocks):
+            start = number * self.sizes.walked
+            stop = start + self.sizes.walked
+            some = ((low < stop) & (high > start)).any((0, 2))
+            whole = np.atleast_2d(((low <= start) & (high >= stop)).any(0)).all(-1)
+            yield number, np.flatnonzero(some), np.atleast_1d(whole)
 
     def in_own_blocks(self, x: Array) -> Array:
         """Values of own rows by block, [..., blocks, rows]; the last row fills up its block."""

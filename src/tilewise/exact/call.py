@@ -18,32 +18,45 @@ from tilewise.exact.sums import add_terms, blank_sums, folded, rounded
 from tilewise.execution.call import Call, ResolvedCall
 from tilewise.execution.row_moves import moved
 from tilewise.kernels.protocol import Kernel
+from tilewise.kernels.registry import kernel_named
 from tilewise.layouts.layout import Run, contiguous
 from tilewise.transport.protocol import Transport
 
-KERNELS: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("cpu",)})
-"""Kernels with fixed blocks, by the kind of device; the first is taken where none is named."""
+FIRST: Mapping[str, str] = MappingProxyType({"cpu": "cpu", "cuda": "triton"})
+"""The kernel that is taken where none is named, by the kind of device."""
 
 
-def exact_kernel(call: Call, q: Tensor) -> Kernel:
+def exact_kernel(call: Call, q: Tensor, widths: tuple[int, int], needs: tuple[str, ...]) -> Kernel:
     """The kernel of whole rows of a canonical call.
 
+    Args:
+        widths: head_dim and v_head_dim.
+        needs: what `Scores.needs` says of the call.
     Raises:
         ValueError: if the call names a kernel without fixed blocks, or one that cannot serve it.
     """
-    device, named = q.device.type, call.kernel
-    served = KERNELS.get(device, ())
-    if named is None:
-        named = served[0] if served else "triton"
-    if not isinstance(named, str) or named not in served:
+    device = q.device.type
+    named = call.kernel if call.kernel is not None else FIRST.get(device, "triton")
+    reason = "it has no fixed blocks of rows, so that its bits may depend on the split"
+    if named == "cpu":
+        reason = None if device == "cpu" else f"it runs on cpu, not on {device}"
+    elif named == "triton":
+        asked = device, q.dtype, max(widths), call.needs_grad, needs
+        reason = kernel_named("triton").supports(*asked)
+    if reason is not None:
         name = named if isinstance(named, str) else getattr(named, "name", type(named).__name__)
-        raise ValueError(
-            f"kernel {name!r} cannot serve reduction='canonical': it has no fixed blocks of rows, "
-            f"so that its bits may depend on the split; on {device} these can: "
-            f"{', '.join(map(repr, served)) or 'none'}"
-        )
+        other = FIRST.get(device)
+        advice = "use reduction='fast'" if other in (None, name) else f"on {device} {other!r} can"
+        raise ValueError(f"kernel {name!r} cannot serve reduction='canonical': {reason}; {advice}")
     kv_layout = call.kv_layout or call.layout
-    made: Any = CpuKernel(call.mask, (call.layout.num_tokens, kv_layout.num_tokens))
+    kind: type[WholeRowsKernel] = CpuKernel
+    if named == "triton":
+        from tilewise.exact.trial import prove
+        from tilewise.exact.triton_kernel import TritonKernel
+
+        prove(q.device, q.dtype, widths)
+        kind = TritonKernel
+    made: Any = kind(call.mask, (call.layout.num_tokens, kv_layout.num_tokens))
     return made  # a backward pass of it is in two calls
 
 

@@ -300,16 +300,12 @@ def _walks(
 def _meetings(document: DocumentRows) -> tuple[tuple[_Meeting, ...], ...]:
     low, high = (document.in_own_blocks(x) for x in (document.low, document.high))
     found: list[list[_Meeting]] = [[] for _ in range(document.num_own_blocks)]
-    for number in range(document.num_walked_blocks):
+    for number, blocks, whole in document.meetings():
         start = number * document.sizes.walked
-        stop = start + document.sizes.walked
-        some = ((low < stop) & (high > start)).any((0, 2))
-        sees_all = np.atleast_1d(((low <= start) & (high >= stop)).any(0))
-        every: list[bool] = [bool(rows.all()) for rows in sees_all]
-        places = np.arange(start, stop)
-        for block in np.flatnonzero(some).tolist():
+        places = np.arange(start, start + document.sizes.walked)
+        for block in blocks.tolist():
             allowed = None
-            if not every[block]:
+            if not whole[block]:
                 first, last = low[:, block, :, None], high[:, block, :, None]
                 allowed = torch.from_numpy(((places >= first) & (places < last)).any(0))
             found[block].append(_Meeting(number, allowed))

@@ -160,7 +160,7 @@ def resolve(
     if exact:
         from tilewise.exact.call import exact_kernel
 
-        kernel = exact_kernel(call, q)
+        kernel = exact_kernel(call, q, (head_dim, v_head_dim), scores.needs)
     else:
         kernel = _kernel(call, q, max(head_dim, v_head_dim), scores.needs, square)
     return ResolvedCall(passes, scores, call.prune, kernel, expansion=expansion)

@@ -184,7 +184,7 @@ class _Launch:
             )
         if not num_items * programs:
             return
-        rule, drops = _rule(self.scores), self.scores.dropout_p > 0
+        rule, drops = score_rule(self.scores), self.scores.dropout_p > 0
         facts = kernel, self.blocks, (num_items, programs), self.add
         facts += self.scores.softcap is not None, (rule[2:5], rule[7]) if drops else None
         rest = *extra, lists, *sizes, heads, q.shape[2] // k.shape[2], float(scale), rule
@@ -212,7 +212,7 @@ def _attending(
     return KernelLaunch(kernel, (*grid, 1), (), given, [x[1:] for x in views])
 
 
-def _rule(scores: Scores) -> ScoreRule:
+def score_rule(scores: Scores) -> ScoreRule:
     rule = ScoreRule()
     if scores.softcap is not None:
         inner, outer = scores.scale / scores.softcap, scores.softcap * math.log2(math.e)

@@ -75,7 +75,7 @@ def launch(
         if compiled is not None:
             compiled[it.grid](*arguments, *extra, *it.numbers)
             return
-        options = {**it.constants, "enable_fp_fusion": True}
+        options = {"enable_fp_fusion": True, **it.constants}
         compiled = it.kernel[it.grid](*arguments, *extra, *it.numbers, **options)
     if compiled is not None:  # as Triton's interpreter returns
         constants = [it.constants[x] for x in it.kernel.arg_names if x in it.constants]
