@@ -126,7 +126,7 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def dtype_name(dtype: object) -> DtypeName:
-    """The name of a torch dtype, or a name as it is, which may be no DtypeName."""
+    """Return the name of a torch dtype ("bfloat16"); a text is returned unchecked."""
     return cast(DtypeName, str(dtype).removeprefix("torch."))
 
 
@@ -137,7 +137,9 @@ def shown(value: object) -> str:
 
 
 def brief(value: object) -> str:
-    """The beginning of a value's repr, of which no more is made of a list or a text."""
+    """Return the beginning of a value's repr, at most 60 characters; long lists are not written
+    out.
+    """
     shortened = reprlib.Repr()
     shortened.maxother = shortened.maxstring = 60
     return f"{shortened.repr(value):.60}"
@@ -488,7 +490,7 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 
 
 def _fitted(value: Any, kind: Any) -> tuple[bool, Any]:
-    """Return whether a value is of a kind that is no union, and the value to go on with."""
+    """Return whether a value is of a kind (not a union), and the value converted to that kind."""
     if kind is int:
         number = _as_index(value)
         return number is not None, number

@@ -91,7 +91,9 @@ class Demo(NamedTuple):
         return torch.from_numpy(tokens.astype("int64")), cu_seqlens
 
     def checked(self) -> Demo:
-        """Itself."""
+        """Raise ValueError if world_size or num_tokens is out of range; else return the demo
+        itself.
+        """
         require_range("world_size", self.world_size, 1, 16)
         require_range("num_tokens", self.num_tokens, 1, 16384)
         return self

@@ -50,9 +50,9 @@ def check_shards(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) ->
 
 
 def check_before_run(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> None:
-    """Check a plan as check_shards does, once for all masks and layouts that the plan is for.
+    """Check a plan with `check_shards`, at most once for each mask and layout.
 
-    A plan that computes every pair needs no check of what a mask leaves.
+    A strategy that is right for every mask and layout is not checked.
     """
     if not _computes_all(plan):
         _check_once(plan, mask, *layouts)

@@ -116,8 +116,11 @@ class Facts:
         return self.call.keep and not self.payload.backward
 
     def combines(self, draft: Draft) -> bool:
-        """Return whether results wait until they are combined. Those of all rows, which travel by
-        head, are written where they leave.
+        """Return whether results of kernels wait and are summed by a Combine, not merged one by
+        one.
+
+        Results do not wait where heads are exchanged by one buffer: the kernel writes into the
+        message.
         """
         return self.traits.waiting_results > 0 and not draft.by_head
 

@@ -57,7 +57,7 @@ class CacheRead(NamedTuple):
 
 
 class RankReads(NamedTuple):
-    """This rank among all."""
+    """This rank and the number of ranks: rank r caches positions p with p mod world_size = r."""
 
     rank: int
     world_size: int

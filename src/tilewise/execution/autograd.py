@@ -77,7 +77,10 @@ def through_operator(
 
 
 class _Asked(NamedTuple):
-    """A call beside its tensors."""
+    """The arguments of attention that are not tensors.
+
+    num_operands: how many of the tensors are q, k, v.
+    """
 
     call: Call
     resolved: ResolvedCall
@@ -178,7 +181,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _with_room(bias: Tensor, learns: bool) -> DenseBias:
-    """A dense bias in a backward pass: sums of its gradient are fp32 or wider."""
+    """Return a dense bias with zeros for its gradient (fp32 or wider), if a gradient is wanted."""
     dtype = accumulator_dtype(bias.dtype)
     return DenseBias(bias, torch.zeros_like(bias, dtype=dtype) if learns else None)
 
@@ -192,7 +195,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Any) -> tuple[Tensor, ...]:
-        """The first so many, of all that they were made of."""
+        """Return the first `count` tensors; the others are what they were made of."""
         return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod

@@ -101,7 +101,10 @@ def serving_kernel(
 
 
 def _refusal(kernel: Kernel, *asked: Any, needs: tuple[str, ...]) -> str | None:
-    """Return what `supports` says; a kernel that was written without needs has none of them."""
+    """Ask a kernel whether it supports a call; returns None, or the reason why not.
+
+    A kernel whose `supports` takes no `needs` cannot serve softcap, dropout, bias or max_logit.
+    """
     if not needs:
         return kernel.supports(*asked)
     if "needs" not in inspect.signature(kernel.supports).parameters:

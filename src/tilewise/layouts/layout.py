@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 class _Gaps(NamedTuple):
-    """So many neighbouring positions in a row lie this far from the one before."""
+    """Neighbouring equal gaps between positions: their distance, and how many there are."""
 
     distance: int
     repeats: int
@@ -133,7 +133,10 @@ def _runs(first: int, gaps: Iterable[_Gaps]) -> Iterator[Run]:
 
 
 def _run(shard: int, run: Any) -> Run:
-    """Return a run of whole numbers."""
+    """Return a run read from (start, count, stride).
+
+    Raises ValueError unless these are whole numbers.
+    """
     try:
         return Run(*map(index, run))
     except TypeError:
@@ -143,7 +146,7 @@ def _run(shard: int, run: Any) -> Run:
 
 
 def _cut(piece: Any) -> tuple[int, int]:
-    """Return a half-open range of rows."""
+    """Return a half-open range of rows read from a pair. Raises ValueError if it is no pair."""
     ends = [*map(int, whole_numbers("cut", piece))]
     if len(ends) != 2:
         raise ValueError(f"cut {ends} must be (start, stop)")

@@ -516,7 +516,12 @@ class _StepWalk:
         return ((INSIDE if same_node else BETWEEN, 1.0),)
 
     def _in_order(self, seconds: Array, arriving_bytes: Array, leaving_bytes: Array) -> float:
-        """The bound of the module's text."""
+        """Return a lower bound of the seconds: the formula of this module's docstring.
+
+        Args:
+            seconds: of the tiles of each step.
+            arriving_bytes, leaving_bytes: of each step, by class of link.
+        """
         start_seconds = np.concatenate([[0.0], np.cumsum(seconds)])
         arrival_seconds = self._link_seconds(np.cumsum(arriving_bytes, axis=0))
         largest_delay = np.maximum.accumulate(

@@ -94,7 +94,9 @@ class Trial:
 
     @cached_property
     def memory(self) -> PassMemory:
-        """Made when it is asked for: most trials are too slow for it to matter."""
+        """The memory of this pass, computed only when it is asked for: most trials are too slow to
+        matter.
+        """
         passes, machine = self.model.work.resolve(self.plan), self.model.machine
         return PassMemory(passes, backward=self.model.backward, device=machine.device)
 

@@ -330,7 +330,7 @@ AGREEMENTS = KeptWith(lambda _: Agreement())
 
 
 def agreement_of(transport: Transport) -> Agreement:
-    """The one of the transport's group; of a transport without a process group: its own."""
+    """Return the Agreement of a transport's process group, or its own if it has no group."""
     own = getattr(transport, "agreement", None)
     if isinstance(own, Agreement):
         return own

@@ -45,7 +45,9 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def installed(package: str) -> str:
-    """Its version; sources that are only on the path have none."""
+    """Return the version of a package, or "not installed" (also for sources that are only on the
+    path).
+    """
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -73,7 +75,10 @@ def _proc(file: str, field: str) -> str | None:
 
 @cache
 def _commit() -> str | None:
-    """The source tree's, asked once, with a + where it was changed; None outside of one."""
+    """Return the git commit of the source tree, with a + if files were changed.
+
+    None outside a repository. The result is cached.
+    """
     source_folder = Path(__file__).parent
     try:
         described = subprocess.run(

@@ -100,7 +100,7 @@ def _of_all(values: Iterable[T | None]) -> list[T]:
 
 
 def _times(case: BenchCase, ranks: Sequence[Figures], by_rank: list[float]) -> Row:
-    """A run lasts as long as its slowest rank."""
+    """Return the fields of a row that are seconds. A run lasts as long as its slowest rank."""
     runs = zip(*(rank.seconds for rank in ranks), strict=True)
     forward, backward, seconds = zip(
         *([max(times) for times in zip(*run, strict=True)] for run in runs), strict=True

@@ -380,8 +380,11 @@ class _Ledger:
             yield at, end, Cause(OUTSIDE, rank)
 
     def _parts(self, rank: int, number: int) -> list[Piece]:
-        """The pieces of an entry; of a wait that ended later than those that it explains, outside
-        time of the rank, which clocks that are not quite alike can lead to.
+        """Return the pieces of time of one entry of a rank.
+
+        A wait whose causes are not known yet counts as time outside the rank. It ended after the
+        wait that
+        it is to explain, which happens only if the ranks' clocks are not quite alike.
         """
         entry = self._entries[rank][number]
         if isinstance(entry, Piece):

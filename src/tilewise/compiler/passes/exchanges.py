@@ -157,7 +157,11 @@ class _Heads:
     def _buffer(
         self, name: str, role: Role, sent: bool, home: Home = Home.WORKSPACE
     ) -> tuple[View, dict[Side, View]]:
-        """A buffer of bytes, and the fields of each side in it: of all rows, or apart by rank."""
+        """Make the buffer of bytes for one direction of an exchange.
+
+        Returns:
+            the whole buffer; and for each side a view of its fields in it.
+        """
         exchange, facts = self._facts.by_head[role], self._facts
         size = sum(exchange.sizes[0 if sent else 1])
         whole = self._draft.new(RowBuffer(name, size, (), 1, home, size))

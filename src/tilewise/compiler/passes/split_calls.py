@@ -54,7 +54,7 @@ def split_calls(draft: Draft, facts: Facts, tile: AttendTile, parts: Parts) -> I
 def _pieces(
     draft: Draft, held: Sequence[Held], selections: Selections
 ) -> list[list[RowSelection[np.ndarray]]]:
-    """Rows of one side by what lies side by side, and is read where it lies."""
+    """Group the rows of one side of a call into runs that lie side by side in one buffer."""
     if not all(is_range(x.call) and is_range(x.block) for x in selections):
         return [[*selections]]
     pieces = [[selections[0]]]

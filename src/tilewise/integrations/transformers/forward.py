@@ -224,7 +224,7 @@ _state = _State()
 
 
 class _KnownLengths(RopeLengths):
-    """The largest position of the batch, which every rank knows of its whole rows."""
+    """RoPE lengths in a split forward: every rank knows the largest position from whole rows."""
 
     def largest(self, position: int) -> int:
         self.agreed = True

@@ -1,4 +1,4 @@
-"""Which rank runs a model's tower on which images of a call, level by patches.
+"""Assignment of a call's images to the ranks that run a model's tower on them, level by patches.
 
 Each image goes to one rank as a whole. A video goes frame by frame, because the towers that take
 videos let the patches of one frame see each other alone. The rank that has the fewest patches
@@ -43,7 +43,11 @@ class Images(NamedTuple):
     frames: list[int]
 
     def shares(self, num_ranks: int) -> list[list[int]]:
-        """Numbers of the images of each rank, in the order in which it runs them."""
+        """Assign the images to ranks by their work, the largest first to the rank that has least.
+
+        Returns:
+            for each rank the numbers of its images, in the order in which it runs them.
+        """
         found, work = [list[int]() for _ in range(num_ranks)], [0] * num_ranks
         for number in sorted(range(len(self.work)), key=lambda number: -self.work[number]):
             rank = work.index(min(work))

@@ -276,7 +276,9 @@ def split_call(
 
 @cache
 def _called(layer_class: type[nn.Module]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
-    """The functions that a layer calls and that can be split: globals, and names in them."""
+    """Return the splittable functions that a layer calls: the globals that hold them, and their
+    names.
+    """
     read = names_read(layer_class)
     found = getattr(inspect.unwrap(layer_class.forward), "__globals__", {})
     names = tuple(x for x in FUNCTIONS if x in read and x in found)
@@ -296,7 +298,9 @@ def _names(code: CodeType) -> set[str]:
 
 
 class _Replaced:
-    """Names of modules that stand for functions of ours while a thread needs it."""
+    """Replaces functions of modules by ours for as long as some thread needs it, and counts the
+    users.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

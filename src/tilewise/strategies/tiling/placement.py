@@ -208,7 +208,11 @@ def _permuted(share: Share, order) -> Share:
 
 
 def _seat(share: Share, tree: Cut | None, table: RegionTable, mean: float) -> Share:
-    """Give regions on the diagonal to ranks that may own more rows, among shares of like area."""
+    """Assign a document's regions so that ranks with room for more rows get regions on the
+    diagonal.
+
+    Only shares of about the same area are exchanged.
+    """
     regions = apply(tree, table, share.areas, mean)
     diagonal = [min(r.q1, r.k1) - max(r.q0, r.k0) for r, _ in regions]
     large_shares = [i for i, a in enumerate(share.areas) if a > 0.75 * max(share.areas)]

@@ -80,7 +80,11 @@ class RoutedWork(NamedTuple):
     def of(
         cls, work: ShardOwners, kv_bytes: float, balance: Balance, areas: np.ndarray | None = None
     ) -> RoutedWork:
-        """areas: by rank; None: looked up."""
+        """Return the work with the transfers that it needs, and what ranks receive.
+
+        Args:
+            areas: allowed pairs by rank; None: counted here.
+        """
         flows, n = flows_of(work), len(work.cells)
         load = received(flows, n, kv_bytes)
         areas = areas_of(work) if areas is None else areas
