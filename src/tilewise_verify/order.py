@@ -76,7 +76,14 @@ def reach_of(whole: Changes, num_tokens: int) -> int | None:
 
 
 def walk(whole: Changes, split: Changes, num_tokens: int) -> Walk:
-    """Follow a state from the first token on, from each place on where a reach ends."""
+    """Follow a state along the sequence in both models.
+
+    It begins at the first token. Where the change that a row makes ends, the walk goes on from
+    there.
+
+    Args:
+        whole, split: from changed rows of the input to the change of each row of the output.
+    """
     result, row = Walk([], [], [], [], False), 0
     for _ in range(MOST_PROBES):
         if row >= num_tokens - 1:
@@ -147,7 +154,11 @@ def facts_of_state(
 def facts_of_convolution(
     whole: Changes, split: Changes, reach: int, pieces: PieceStarts
 ) -> dict[str, Any]:
-    """Facts of a layer whose rows reach a few later ones."""
+    """Return facts about a layer each of whose rows changes only the next `reach` rows.
+
+    Args:
+        whole, split: from changed rows of the input to the change of each row of the output.
+    """
     lost_pairs, extra_rows = list[tuple[int, int]](), list[int]()
     n = pieces.num_tokens
     for first in range(reach + 1):
@@ -207,8 +218,12 @@ def facts_of_first_rows(
 
 
 def facts_of_gradient(want: Tensor, got: Tensor, pieces: PieceStarts) -> dict[str, Any]:
-    """Facts of gradients at a layer's input where the first row of each piece alone has one at its
-    output: [num_tokens, numbers].
+    """Return facts about gradients at a layer's input, which should reach rows of earlier pieces.
+
+    At the layer's output the first row of each piece alone has a gradient.
+
+    Args:
+        want, got: [num_tokens, numbers], of the unsplit and of the split model.
     """
     ratio = multiple(want, got, SAME_SHAPE)
     if ratio and abs(ratio - 1) > SAME_SHAPE:
@@ -258,6 +273,6 @@ def _unseen(rows: Sequence[int]) -> str:
 
 
 def _first(holds: Tensor, start: int) -> int:
-    """The first row from start on for which it holds; their number if there is none."""
+    """Return the first row from `start` on where `holds` is True, or the number of rows."""
     rows = holds[start:].nonzero()
     return start + int(rows[0]) if len(rows) else len(holds)

@@ -179,8 +179,11 @@ class Facts:
 
     @cached_property
     def arenas(self) -> tuple[tuple[Item, ...], ...]:
-        """Operands that lie side by side: those of the program's arenas that can be used where they
-        lie, in this pass and in the forward pass that kept them.
+        """Groups of operands that lie side by side in one buffer.
+
+        These are the program's arenas whose rows can be used where they lie, in this pass and in
+        the
+        forward pass that kept them.
         """
         forward = self.payload._replace(backward=False, saved=False)
         usable = {

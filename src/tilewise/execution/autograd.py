@@ -70,7 +70,7 @@ def attend(
 def through_operator(
     q: Tensor, k: Tensor, v: Tensor | None, call: Call, seed: int | None
 ) -> Results:
-    """Return what attend does, by the operator, for what follows operators."""
+    """Run attention as one torch operator, for modes and tensor classes that follow operators."""
     largest = call.return_max_logit
     out, lse, kept = torch.ops.tilewise.attention(q, k, v, call, seed, largest)
     return out, lse, kept[:1] if largest else []

@@ -539,7 +539,7 @@ def _join(parts: Sequence[tuple[RankStep, ...]]) -> tuple[Step, ...]:
 
 
 def _check_ends(parts: Sequence[tuple[RankStep, ...]]) -> None:
-    """Every transfer is written by both its ends, and by nobody else."""
+    """Raise PlanError unless each transfer is written by its two ends, and by no other rank."""
     for number, row in enumerate(zip_longest(*parts, fillvalue=RankStep())):
         for rank, share in enumerate(row):
             for transfer in chain(share.sends, share.recvs):

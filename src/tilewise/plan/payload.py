@@ -279,7 +279,7 @@ def saving(plan: Plan, save: str | None) -> str:
 
 
 def check_gathered(plan: Plan, backward_plan: Plan) -> None:
-    """Operands gathered by one plan serve only the same plan in backward."""
+    """Raise ValueError unless both passes run the same plan, as save="gathered" needs."""
     if backward_plan != plan:
         raise ValueError(
             "save='gathered' needs the same plan in backward, not "

@@ -235,7 +235,10 @@ def explore(
 
 
 def _places(options: Iterable[Option], bound: Callable[[Option], float]) -> dict[int, int]:
-    """The place of each option, by its order, among those of its kind and degree: 0 is the best."""
+    """Return the place of each option (by its `order`) among those of its kind and degree.
+
+    0 is the option with the lowest bound.
+    """
     groups: defaultdict[tuple[str, int], list[Option]] = defaultdict(list)
     for option in options:
         groups[option.kind, option.degree].append(option)

@@ -355,8 +355,9 @@ def _simulated(
 
 
 def _own(symmetry: Symmetry) -> dict[int, Model]:
-    """The models of the ranks that are simulated: themselves where they are few, else the ranks
-    that they are relabelled from.
+    """Return the model by which each simulated rank is priced.
+
+    In small worlds it is the rank itself, in others the rank from which it is relabelled.
     """
     ranks, shifts = symmetry.representatives(), symmetry.plan_shifts
     if symmetry.world_size <= EXACT_RANKS or not shifts:

@@ -52,14 +52,14 @@ def said(group: dist.ProcessGroup, agreements: Mapping[dist.ProcessGroup, Agreem
 
 
 def taken_back() -> None:
-    """Say that this rank does not wait any more."""
+    """Delete this rank's note in the store of the world that it waits."""
     world = _world()
     if world is not None:
         world.set(str(dist.get_rank()), "")
 
 
 def other_order(group: dist.ProcessGroup, peers: Iterable[int]) -> str | None:
-    """Return why this rank waits in vain in a group, as it has said; None: it may not.
+    """Return why the wait of this rank can never end, or None if that is not certain.
 
     Args:
         peers: ranks of the group for which it waits.

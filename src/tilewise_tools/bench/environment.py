@@ -147,7 +147,7 @@ def peak_bytes(run: Callable[[], Any], device: str) -> int:
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Some builds of the profiler write lines of their own when it starts and stops."""
+    """Context in which nothing goes to stderr: some profilers print when they start and stop."""
     saved_stderr = os.dup(2)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)

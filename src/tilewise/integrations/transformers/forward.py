@@ -326,7 +326,10 @@ class SplitForward(Shared):
         return call, inputs
 
     def _fields(self, call: SplitCall, given: dict[str, Any]) -> dict[str, str]:
-        """Return facts that ranks must have in common: rows by sums that a token changes."""
+        """Return facts that must be equal on all ranks, as text by name.
+
+        Rows are compared by sums that change with any token.
+        """
         sums = []
         for name in ("input_ids", "labels", "shift_labels", "position_ids"):
             x = given.get(name)
@@ -522,7 +525,10 @@ class _GroupOnly(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """Cuts this rank's share, one row of padding if it has none: models cannot run on none."""
+    """Function that cuts this rank's share of x along dimension 1.
+
+    A rank without rows gets one row of padding, because models cannot run on none.
+    """
 
     cp: tw.ContextParallel
 

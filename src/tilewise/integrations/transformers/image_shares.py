@@ -78,7 +78,11 @@ class Images(NamedTuple):
         return made
 
     def whole_counts(self, counts: list[int]) -> list[int]:
-        """Tokens of each image or video, of those of each image or frame."""
+        """Return the tokens of each image or video.
+
+        Args:
+            counts: tokens of each image or frame; the frames of a video are added up.
+        """
         until = [0, *accumulate(counts)]
         return [until[b] - until[a] for a, b in pairwise([0, *accumulate(self.frames)])]
 
@@ -122,7 +126,7 @@ def images_of(kind: str, named: Mapping[str, Any], config: Any) -> Images | None
 
 
 def _crops(size: Tensor, config: Any) -> int:
-    """Crops of an image, with the whole one."""
+    """Return the number of crops of an image, the whole image among them."""
     from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
     side = config.vision_config.image_size

@@ -83,7 +83,9 @@ def _convolution(
 
 
 def _declined(*_: Any) -> None:
-    """A kernel that takes convolution, scan and projections in one: layers go on without it."""
+    """Stand for a fused kernel of convolution, scan and projections; None lets the layer do
+    without.
+    """
 
 
 def _refused(name: str) -> Callable[..., Any]:
@@ -251,7 +253,7 @@ def documents_of_call(config: Any) -> tuple[int, ...] | None:
 
 
 class _TokensMask(LayerMask):
-    """A padding mask of layers that carry a state, which tells them of documents."""
+    """A padding mask for layers that carry a state: no token is padding; it has the documents."""
 
     def bool(self) -> Tensor:
         return torch.tensor(True)  # no token of a split call is padding

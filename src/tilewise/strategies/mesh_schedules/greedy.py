@@ -151,14 +151,16 @@ class Pacer:
         return True
 
     def _rather_waits(self, moves: list[Need]) -> bool:
-        """Return whether a transfer follows soon on the same way, so that posting it waits."""
+        """Return whether to post a transfer later, because one on the same way ends soon."""
         if not self._possible(moves):
             return False
         ends_soon = self.port.seconds_left() <= self.pace.block * self.pace.patience
         return bool(ends_soon and self.port.queues[moves[-1][0][0] % 2])
 
     def _saves(self) -> bool:
-        """Return whether the next block is kept for later, while shards are under way."""
+        """Return whether to compute the next block later: no partial awaits it, and shards still
+        arrive.
+        """
         arriving = any(kind < 2 for queue in self.port.queues for (kind, _), _ in queue)
         few_unawaited = self.unawaited <= self.pace.saved
         return bool(arriving and few_unawaited and self.ready and self.ready[0][0] == NEVER)
@@ -225,8 +227,12 @@ def orders(
 def _passing(
     shape: tuple[int, int], costs: ShardWeights, side: int, slots: int, leaning: int
 ) -> Order | None:
-    """An order in which all shards of the other side stay, and at most `slots` of this side, beside
-    the rank's own.
+    """Return an order that holds few shards of one side; all shards of the other side stay.
+
+    Args:
+        side: the side whose shards pass through.
+        slots: how many shards of that side may be held beside the rank's own.
+        leaning: index of the order of receives to start from; None is returned if there is none.
     """
     length = shape[side]
     slots = min(slots, length - 1)

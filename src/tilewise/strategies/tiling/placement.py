@@ -127,7 +127,7 @@ LEVEL = Balance()
 
 
 class PackingLimits(NamedTuple):
-    """Parameters of packing components into ranks; areas are shares of the mean."""
+    """Parameters of packing components into ranks; areas are shares of a rank's mean area."""
 
     slack: float  # over the mean that a rank's area may be
     scale: float  # rows kept for one rank of a long component, of the most that it may want
