@@ -112,7 +112,9 @@ def version(text: str) -> str:
 
 
 def version_of(*names: str | None) -> str:
-    """The library's version, with those of the files outside that names are of."""
+    """Return the library's version and, for each name of a file outside the package, that file's
+    hash.
+    """
     return " ".join([installed("tilewise"), *(version(n) for n in names if n and is_outside(n))])
 
 

@@ -244,10 +244,12 @@ def facts_of_gradient(want: Tensor, got: Tensor, pieces: PieceStarts) -> dict[st
 
 
 def short_columns(result: Tensor, leaves: dict[str, Tensor], row: int) -> dict[str, list[int]]:
-    """Columns of projections that a row of the result reads of few earlier rows, and no others.
+    """Find columns of projections of which a row of the result reads only the few rows before it.
 
     Args:
         result: [num_tokens, numbers], in the graph of the leaves, [(1,) num_tokens, columns].
+    Returns:
+        numbers of such columns, by the name of the projection.
     """
     generator = torch.Generator().manual_seed(3)
     draw = torch.randn(result.shape[1:], generator=generator).to(result)

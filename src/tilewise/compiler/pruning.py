@@ -246,7 +246,7 @@ def _reduced(plan: Plan, reads: Reads, sizes: tuple[tuple[int, ...], tuple[int, 
 
 
 def _shrunk(tiles: tuple[Tile, ...], reads: Reads) -> Iterator[Tile]:
-    """The tiles without the shards that meet no other shard of theirs."""
+    """Yield the tiles without shards of which no pair is allowed; a tile without any goes."""
     for tile in tiles:
         met = [pair for pair in product(tile.q, tile.kv) if reads(pair)]
         if len(met) == len(tile.q) * len(tile.kv):

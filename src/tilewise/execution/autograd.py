@@ -102,7 +102,11 @@ class _Gradients(NamedTuple):
     sink: Tensor | None = None
 
     def once_differentiable(self, *made_of: Tensor | None) -> "_Gradients":
-        """The same, with an error for who differentiates them."""
+        """Return these gradients so that differentiating them again raises an error.
+
+        Args:
+            made_of: the tensors that they were computed from.
+        """
         if not torch.is_grad_enabled():
             return self
         flat = *self.operands, *self.leaves, self.bias, self.sink

@@ -233,9 +233,11 @@ def order(
 
 
 def _measured(table: Mapping[str, Any], numbers: tuple[str, int], use: Use) -> dict[str, float]:
-    """Each kernel's time over that of the fastest, of the nearest number of tokens, by ratio.
+    """Return each kernel's measured time over the fastest kernel's, for a dtype, head_dim and use.
 
-    Between two head_dims it is a mean of their rows, by distance; beyond them the nearest counts.
+    The nearest measured number of tokens (by ratio) counts. Between two measured head_dims it is
+    the
+    mean of their rows, weighted by distance; beyond them the nearest counts.
     """
     dtype, head_dim = numbers
     nearest: dict[int, Mapping[str, Any]] = {}

@@ -73,7 +73,7 @@ class Transfer(NamedTuple):
         return f"{self.item}{rows_label(self.rows)}>{self.dst}"
 
     def arrival(self) -> str:
-        """The same as its destination sees it: "kv0*[0:5,8:9]<0"."""
+        """Text of the transfer as its destination sees it: "kv0*[0:5,8:9]<0"."""
         return f"{self.item}{rows_label(self.rows)}<{self.src}"
 
 

@@ -62,7 +62,7 @@ class Trial:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """The lower, the better."""
+        """Sort key: the better trial has the lower value."""
         return self.seconds, self.option.order
 
     def fits(self, num_bytes: float) -> bool:

@@ -181,7 +181,7 @@ def halves_of(plan: Plan, shifts: tuple[Shift, ...], size: int) -> Halves:
 
 
 def _no_relay(steps: tuple[RankStep, ...]) -> bool:
-    """Return whether a rank reads what it receives and adds to what it sends."""
+    """Return whether a rank's tiles read each shard that it receives, and add to all that it sends."""
     tiles = [tile for step in steps for tile in step.tiles]
     tile_shards = {s for tile in tiles for s in tile.q}, {s for tile in tiles for s in tile.kv}
     moved_items: Iterator[Item] = (

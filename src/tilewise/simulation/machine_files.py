@@ -202,7 +202,7 @@ def in_full(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _memory(form: ShortForm) -> dict[str, float]:
-    """Speeds of what passes over memory alone, from that of the memory."""
+    """Return the bandwidths of merging and packing that follow from the memory's bandwidth."""
     speed = form.memory_bandwidth
     return {} if speed is None else {"merge_bandwidth": speed / 3, "pack_bandwidth": speed / 2}
 

@@ -322,8 +322,12 @@ def _deadlock_text(deadlock: Deadlock, programs: tuple[PricedProgram, ...]) -> s
 def _simulated(
     resolved: ResolvedPass, machine: Machine, exact: bool | None, prune: bool
 ) -> tuple[Symmetry, Plan | None, dict[int, Model]]:
-    """Return which ranks are simulated, each for those that are like it, the plan that they run
-    (None: each part's own, pruned), and the ranks by whose operations theirs are priced.
+    """Decide which ranks are simulated.
+
+    Returns:
+        the symmetry: each simulated rank stands for those that are like it; the plan that they run
+        (None: each part's own, pruned); and for each rank the rank by whose operations it is
+        priced.
     """
     plan, mask, layouts, *_ = resolved
     n, alike = plan.world_size, all_alike(plan, mask, layouts)
@@ -367,8 +371,12 @@ def _own(symmetry: Symmetry) -> dict[int, Model]:
 
 
 def _busiest(symmetry: Symmetry, plan: Plan) -> dict[int, Model]:
-    """The models of the ranks that are simulated under a causal mask on zigzag tokens: of the first
-    and the last of those that are relabelled from one template, the one whose kernels take longer.
+    """Return the model by which each simulated rank is priced, under a causal mask on zigzag
+    tokens.
+
+    Of the first and the last rank that are relabelled from one template, it is the one whose
+    kernels
+    take longer.
 
     A shard pair is half its queries by all of its keys where the query shard is the lower one, and
     all of its queries by half its keys elsewhere. The same pairs take longer in the first form,

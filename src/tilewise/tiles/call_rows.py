@@ -53,6 +53,8 @@ class CallStyle(NamedTuple):
     """Requirements of a kernel on how tiles are cut; see `tile_calls`.
 
     Attributes:
+        square_causal: causal calls must have as many rows as keys.
+        whole_tile: a tile is best one call, however many slices it has.
         whole_rows: a tile is one call of all its rows, whatever the mask: the kernel reads it.
     """
 
@@ -310,10 +312,13 @@ def _parts(ranges: Ranges, blocks: Sequence[_Block]) -> tuple[RowSelection[np.nd
 def _rows_by_block(
     ranges: Ranges, starts: Sequence[int]
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield each block of which a call reads rows: which of the call's they are, and which of its.
+    """Yield the rows that a call reads, block by block.
 
     Args:
-        starts: rows of all blocks before each one, and of all.
+        ranges: of the call, into the rows of all blocks one after the other.
+        starts: first row of each block among those, and the number of all.
+    Yields:
+        the block; indices of its rows in the call; and their indices in the block.
     """
     if len(ranges) == 1:
         ((first, last),) = ranges

@@ -377,7 +377,9 @@ def _rank_first(one: tuple[int, CallState]) -> int:
 
 
 def _shown(state: CallState, other: CallState) -> str:
-    """A call's number, what it is, and in what else the other call differs first."""
+    """Return a text for an error: a call's number and name, and the first fields in which two
+    differ.
+    """
     shown = _named(state)
     for name, text in state.fields.items():
         if len(shown) < _SHOWN_FIELDS and other.fields.get(name, text) != text:

@@ -150,7 +150,7 @@ class LoopbackGroup:
         self._sending.clear()
 
     def begin_again(self, num_gathers: int) -> None:
-        """Forget what is under way."""
+        """Drop all messages that are under way."""
         self._all = _Outstanding(self._world.scheduler, self.rank)
         self._sending.clear()
         self._num_gathers = num_gathers

@@ -184,7 +184,7 @@ def _hierarchical(setting: _Setting) -> tw.Plan:
 
 
 def _ulysses_ring(setting: _Setting, levels: int = 1) -> tw.Plan:
-    """Heads first, a ring of what is left: USP's; on two levels LoongTrain's."""
+    """Return Ulysses around a ring (USP), or around a double ring (LoongTrain) if levels is 2."""
     name = "ulysses_double_ring" if levels > 1 else "ulysses_ring"
     degree = setting.inside(name, two_levels=levels > 1)
     inner = setting.n // degree
@@ -193,7 +193,7 @@ def _ulysses_ring(setting: _Setting, levels: int = 1) -> tw.Plan:
 
 
 def _ulysses_mesh(setting: _Setting) -> Planned:
-    """Heads first, a mesh of what is left."""
+    """Return Ulysses around a mesh."""
     return _of_tiles(setting, setting.inside("ulysses_mesh", two_levels=True))
 
 

@@ -58,7 +58,7 @@ class ReportCase(NamedTuple):
 
     @property
     def done(self) -> list[Row]:
-        """Those with a figure, fastest first."""
+        """Return the rows that have a figure, the fastest first."""
         return sorted((row for row in self.rows if cost(row)), key=lambda row: cost(row) or 0.0)
 
 

@@ -45,7 +45,7 @@ Placed = tuple[float, StudyEntry]  # the number of devices, or the factor of the
 
 
 class Studies:
-    """The best of each family for a workload on a machine; what was simulated once is kept.
+    """Cache of simulations: the fastest plan of each strategy family for a workload and a machine.
 
     Ranks that a causal mask lets send less than others are taken to send as much: plans then take
     up to 1 % longer, and a hundredth of the time to simulate.

@@ -127,7 +127,7 @@ class _Heads:
         self._buffers: dict[Role, dict[Side, View]] = {}
 
     def rewrite(self) -> None:
-        """Write the program anew; of what the first pass wrote, the call's tensors stay."""
+        """Replace all operations of the draft; only those that compute delta stay."""
         draft, facts = self._draft, self._facts
         draft.by_head = True
         old, kept = draft.ops, list[DraftOp]()

@@ -120,7 +120,11 @@ def _result_bytes(draft: Draft, facts: Facts, tile: AttendTile, side: Side) -> i
 def _call_of(
     selections: Selections, ranges: Ranges
 ) -> tuple[tuple[RowSelection[np.ndarray], ...], Ranges]:
-    """Some rows of a call as those of a call of its own, and which of the tile's rows they are."""
+    """Make a call of its own of some rows of a call.
+
+    Returns:
+        the selections of its rows; and the ranges of the tile's rows that they are.
+    """
     if len(selections) == 1 and selections[0].call is None:
         return tuple(selections), ranges
     found: list[RowSelection[np.ndarray]] = []

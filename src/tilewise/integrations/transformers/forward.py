@@ -639,7 +639,11 @@ class _Whole(torch.autograd.Function):
 
 
 def _gathered(x: Tensor, cp: tw.ContextParallel, layout: tw.Layout | None = None) -> Tensor:
-    """The rows of all ranks; layout: which they are, if not those of cp."""
+    """Gather the rows of all ranks, in the order of the sequence.
+
+    Args:
+        layout: of the rows; None: that of cp.
+    """
     given = layout or cp.layout, tw.transport.transport_for(cp.group)
     return _Whole.apply(x, *given)  # pyright: ignore[reportReturnType]
 

@@ -142,7 +142,9 @@ class TritonSlices(ProvidedKernel):
 
 @dataclass(frozen=True)
 class DeterministicTritonSlices(TritonSlices):
-    """The same bits each time, by a name of its own: to be chosen, and measured, as a kernel."""
+    """The slice kernel that gives the same bits each time; its own name lets it be chosen and
+    measured.
+    """
 
     deterministic: bool | None = True
     name = "triton_deterministic"

@@ -331,7 +331,11 @@ TRIED, TRIED_BLOCKS = 150, 3072
 def greedy_tile_steps(
     shape: tuple[int, int], costs: ShardWeights, held: int | None = None, pace: float | None = None
 ) -> TileSteps:
-    """The steps of a tile that are nowhere far from the best, or the best found for one pace.
+    """Return the best schedule of a tile among many candidates.
+
+    It is the one whose time is least above the best candidate's, in the worst case over several
+    ratios
+    of compute to communication (pace), or at one pace if that is given.
 
     Args:
         shape: query and KV shards of the tile.

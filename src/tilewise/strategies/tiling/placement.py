@@ -203,7 +203,7 @@ def _orders(share: Share) -> list[tuple[int, ...]]:
 
 
 def _permuted(share: Share, order) -> Share:
-    """The same share with its ranks in another order."""
+    """Return the same share with its ranks in another order."""
     return Share(share.document, *(tuple(values[i] for i in order) for values in share[1:]))
 
 
