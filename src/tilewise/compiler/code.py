@@ -160,8 +160,7 @@ class Code(NamedTuple):
     @property
     def made_bytes(self) -> int:
         """Largest number of bytes outside the workspace at one time, in tensors that operations
-        allocate
-        themselves. A tensor counts until the last operation that reads it.
+        allocate themselves. A tensor counts until the last operation that reads it.
         """
         last_reads = self.last_reads()
         made: dict[int, int] = {}

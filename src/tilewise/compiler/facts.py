@@ -182,8 +182,7 @@ class Facts:
         """Groups of operands that lie side by side in one buffer.
 
         These are the program's arenas whose rows can be used where they lie, in this pass and in
-        the
-        forward pass that kept them.
+        the forward pass that kept them.
         """
         forward = self.payload._replace(backward=False, saved=False)
         usable = {

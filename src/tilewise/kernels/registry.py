@@ -236,8 +236,7 @@ def _measured(table: Mapping[str, Any], numbers: tuple[str, int], use: Use) -> d
     """Return each kernel's measured time over the fastest kernel's, for a dtype, head_dim and use.
 
     The nearest measured number of tokens (by ratio) counts. Between two measured head_dims it is
-    the
-    mean of their rows, weighted by distance; beyond them the nearest counts.
+    the mean of their rows, weighted by distance; beyond them the nearest counts.
     """
     dtype, head_dim = numbers
     nearest: dict[int, Mapping[str, Any]] = {}

@@ -71,8 +71,7 @@ class Halves:
         """Return for each rank the lowest rank that sends alike, whose simulation serves for both.
 
         Two ranks are alike if they are relabelled from the same template, and the same transfers
-        carry
-        whole shards.
+        carry whole shards.
         """
         models: dict[int, int] = {}
         for template, members in self._members.items():
@@ -181,7 +180,7 @@ def halves_of(plan: Plan, shifts: tuple[Shift, ...], size: int) -> Halves:
 
 
 def _no_relay(steps: tuple[RankStep, ...]) -> bool:
-    """Return whether a rank's tiles read each shard that it receives, and add to all that it sends."""
+    """Return whether a rank's tiles read all that it receives, and add to all that it sends."""
     tiles = [tile for step in steps for tile in step.tiles]
     tile_shards = {s for tile in tiles for s in tile.q}, {s for tile in tiles for s in tile.kv}
     moved_items: Iterator[Item] = (

@@ -327,7 +327,7 @@ def _simulated(
     Returns:
         the symmetry: each simulated rank stands for those that are like it; the plan that they run
         (None: each part's own, pruned); and for each rank the rank by whose operations it is
-        priced.
+            priced.
     """
     plan, mask, layouts, *_ = resolved
     n, alike = plan.world_size, all_alike(plan, mask, layouts)
@@ -375,8 +375,7 @@ def _busiest(symmetry: Symmetry, plan: Plan) -> dict[int, Model]:
     tokens.
 
     Of the first and the last rank that are relabelled from one template, it is the one whose
-    kernels
-    take longer.
+    kernels take longer.
 
     A shard pair is half its queries by all of its keys where the query shard is the lower one, and
     all of its queries by half its keys elsewhere. The same pairs take longer in the first form,

@@ -383,8 +383,7 @@ class _Ledger:
         """Return the pieces of time of one entry of a rank.
 
         A wait whose causes are not known yet counts as time outside the rank. It ended after the
-        wait that
-        it is to explain, which happens only if the ranks' clocks are not quite alike.
+        wait that it is to explain, which happens only if the ranks' clocks are not quite alike.
         """
         entry = self._entries[rank][number]
         if isinstance(entry, Piece):

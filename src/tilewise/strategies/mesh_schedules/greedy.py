@@ -334,8 +334,7 @@ def greedy_tile_steps(
     """Return the best schedule of a tile among many candidates.
 
     It is the one whose time is least above the best candidate's, in the worst case over several
-    ratios
-    of compute to communication (pace), or at one pace if that is given.
+    ratios of compute to communication (pace), or at one pace if that is given.
 
     Args:
         shape: query and KV shards of the tile.
