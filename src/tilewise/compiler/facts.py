@@ -126,12 +126,12 @@ class Facts:
 
     @property
     def kernel_places(self) -> bool:
-        """True if kernels are told where their rows lie in the sequence."""
+        """True if kernels get the positions of their rows in the sequence (dropout, bias)."""
         return self.call.places or self.payload.whole_rows
 
     @property
     def needs_places(self) -> bool:
-        """True if kernels, or what makes keys of latents, are told where their rows lie."""
+        """True if kernels, or what makes keys of latents, get the positions of their rows."""
         return self.kernel_places or self.latent
 
     @cached_property

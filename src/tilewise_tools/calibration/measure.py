@@ -227,7 +227,7 @@ HALVINGS = 12
 
 
 class TimedTrial(NamedTuple):
-    """A call whose time tells one factor."""
+    """A call that is timed to fit one factor of the machine."""
 
     plan: Plan
     work: Workload

@@ -137,11 +137,12 @@ def _members(name: str, work: tw.Workload, machine: tw.Machine, n: int) -> Itera
 def methods(
     n: int, work: tw.Workload, ring_size: int, node_size: int | None = None
 ) -> dict[str, Callable[[], tw.Plan]]:
-    """The strategies of the papers on n devices, made when called.
+    """Return the strategies of the papers on n devices by name; each makes its plan when called.
 
     Args:
-        ring_size: the largest degree of a hybrid: a node's devices, as heads are split inside it.
-        node_size: to each node of so many devices a gather sends a shard once. None: ring_size.
+        ring_size: devices of a node: the largest degree of heads of a hybrid, which splits heads
+            inside a node.
+        node_size: devices of the nodes to which gathers send each shard only once; None: ring_size.
     """
     node_size = ring_size if node_size is None else node_size
     square, allowed = near_square(n), degrees(n, work.num_heads, work.num_kv_heads)

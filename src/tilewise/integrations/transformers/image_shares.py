@@ -88,7 +88,8 @@ class Images(NamedTuple):
 
 
 def images_of(kind: str, named: Mapping[str, Any], config: Any) -> Images | None:
-    """The images of a tower's call; None if its arguments do not tell one from another.
+    """Return the images of a tower's call, or None if its arguments do not say where each image
+    ends.
 
     Args:
         kind: one of KINDS.
