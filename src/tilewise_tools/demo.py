@@ -228,7 +228,11 @@ def _embed(demo: Demo) -> list[Tensor]:
 def _attend(
     case: DemoCase, whole_tensors: list[Tensor], mask: tw.masks.Mask, rank: int
 ) -> tuple[dict[str, Tensor], Transport, float]:
-    """This rank's results, its transport, and seconds; decoding, of the last query alone."""
+    """Run one case on this rank; decoding computes the last query alone.
+
+    Returns:
+        this rank's results by name, its transport, and the seconds.
+    """
     plan, layout = case.plan, case.layout
     q, k, v, dout = (layout.shard(x, rank) for x in whole_tensors)
     if plan.replicated_queries:

@@ -190,10 +190,12 @@ def facts_of_convolution(
 
 
 def facts_of_halo(want: Tensor, got: Tensor, starts: Sequence[int]) -> dict[str, Any]:
-    """Facts of a convolution within a layer with a state, whose queries read it.
+    """Return facts about a short convolution inside a layer with a state.
 
     Args:
-        want, got: changes where what the convolution reads is changed in the rows before starts.
+        want, got: changes of each row of the result, when what the convolution reads is changed in
+            the rows before starts.
+        starts: first rows of pieces.
     """
     lost_starts = [
         start for start in starts if bool(want[start] > SURELY) and not bool(got[start] > 1)
@@ -204,7 +206,8 @@ def facts_of_halo(want: Tensor, got: Tensor, starts: Sequence[int]) -> dict[str,
 def facts_of_first_rows(
     wrong: Sequence[int], starts: Sequence[int], pieces: PieceStarts
 ) -> dict[str, Any]:
-    """Facts of rows computed early in a layer: a convolution's errors end a few tokens on.
+    """Return facts if only the first few rows of pieces deviate: a convolution lacks the rows
+    before.
 
     Args:
         wrong: rows that deviate.

@@ -136,7 +136,10 @@ class Facts:
 
     @cached_property
     def groups(self) -> HeadGroups:
-        """Heads of the call's tensors, by group. Each group has a latent whole, of all heads."""
+        """Heads of the call's tensors, cut into groups.
+
+        A latent is not cut: each group has all of it.
+        """
         groups = self.resolved.groups
         return groups._replace(num_kv_heads=1) if self.latent else groups
 

@@ -64,9 +64,10 @@ def normal_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def _are_normal(runs: Sequence[Run]) -> bool:
-    """True of runs of neighbours, several in each, none of which goes on where the last one ended.
+    """Return True if runs are surely normal: stride 1, two rows or more, and none continues the
+    last.
 
-    Other runs may be so, too.
+    Other runs may be normal, too.
     """
     end = runs[0].start - 1
     for start, count, stride in runs:
@@ -101,7 +102,7 @@ def _gaps_of_runs(runs: Sequence[Run]) -> Iterator[_Gaps]:
 
 
 def _joined(gaps: Iterable[_Gaps]) -> Iterator[_Gaps]:
-    """Gaps of which neighbours differ in distance."""
+    """Yield gaps with neighbours of equal distance joined into one."""
     distance, count = 0, 0
     for gap in gaps:
         if count and gap.distance != distance:

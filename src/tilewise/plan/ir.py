@@ -478,7 +478,9 @@ class Plan(OpaqueValue):
         return order.make(*order.known)
 
     def replaced(self, name: str, steps: Iterable[Step]) -> Plan:
-        """This plan with other steps, of which nobody knows more than they say."""
+        """Return this plan with other steps; what its strategy declared of it (symmetry, ...) is
+        dropped.
+        """
         return self.changed(name=name, steps=steps, script=None, traits=NO_TRAITS)
 
     def changed(self, **fields: Unpack[PlanArguments]) -> Plan:

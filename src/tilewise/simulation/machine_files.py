@@ -162,11 +162,13 @@ class ShortForm:
 
 
 def in_full(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a machine as `Machine.to_toml` writes them, of those of its short form.
+    """Return the tables of a machine in full, as `Machine.to_toml` writes them, from its short
+    form.
 
-    Others are returned as they are. The short form may have a link or the memory as a full file
-    does: `inside = { bandwidth = 450e9, latency = 4e-6 }`, `memory_bytes = 80_000_000_000`. Fields
-    of a full file that the short form lacks (`pooled`, `merge_bandwidth`, ...) may follow.
+    Tables that are full already are returned as they are. The short form may have a link or the
+    memory as a full file does: `inside = { bandwidth = 450e9, latency = 4e-6 }`, `memory_bytes =
+    80_000_000_000`. Fields of a full file that the short form lacks (`pooled`, `merge_bandwidth`,
+    ...) may follow.
 
     Raises:
         ValueError: if a field of the short form is missing, or its value is wrong.

@@ -394,7 +394,7 @@ def _busiest(symmetry: Symmetry, plan: Plan) -> dict[int, Model]:
 
 
 def _lower_queries(plan: Plan, rank: int) -> int:
-    """Shard pairs of a rank whose query shard is lower than the KV shard."""
+    """Count a rank's shard pairs whose query shard has a lower number than the KV shard."""
     tiles = (tile for step in plan.rank_steps(rank) for tile in step.tiles)
     return sum(q < kv for tile in tiles for q in tile.q for kv in tile.kv)
 

@@ -119,7 +119,10 @@ class Studies:
 
 
 def _work_on(work: tw.Workload, n: int) -> tw.Workload:
-    """The same work on another number of devices: a layout of one number alone is left behind."""
+    """Return the same work on another number of devices.
+
+    A layout that is made for one number of devices is replaced by zigzag (Full: contiguous).
+    """
     work = replace(work, save=None)
     if isinstance(work.layout, tw.Layout) and work.layout.world_size != n:
         return replace(work, layout="zigzag" if work.mask != tw.Full() else "contiguous")

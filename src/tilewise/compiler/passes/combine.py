@@ -124,7 +124,7 @@ class _Combiner:
         return any(first < stop and last > start for first, last in self._reads_left[view.buffer])
 
     def _merge(self, merge: Merge[View]) -> None:
-        """Let what is added wait, or add it to the sum if its rows lie here and there."""
+        """Let a partial's new summand wait; add it at once if its rows do not lie side by side."""
         number, source = merge.target.buffer, merge.source
         partial = self._partials[number]
         self._read(source)

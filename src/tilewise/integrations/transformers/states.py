@@ -437,7 +437,9 @@ def _lightning(
     projected: list[Tensor],
     out: Tensor,
 ) -> Tensor:
-    """The norm behind MiniMax's attention, of the right results in place of this rank's own.
+    """Return MiniMax's attention over the split sequence, through the norm that follows it.
+
+    It takes the place of the result of this rank's rows alone.
 
     Args:
         projected: what the layer projected to q, k and v.

@@ -277,10 +277,14 @@ def _grown(rows: int, columns: int, q: float, kv: float) -> Iterator[Move]:
 
 
 def _send_orders(shape: tuple[int, int], costs: ShardWeights) -> Iterator[tuple[Need, ...]]:
-    """Different ways to send all partials, the likeliest first.
+    """Yield orders in which to send all partials, the likeliest first.
 
-    Of two sides: receiving them in time reversed, for several factors, and one side in a row, with
-    the other before, after or around it.
+    If only one side has partials there is one order. With partials of both sides it yields the
+    orders of receiving in reverse, for several weights of KV; then one side without a break, with
+    the other side before, after or around it.
+
+    Args:
+        shape: query and KV shards of the tile.
     """
     rows, columns = shape[0] - 1, shape[1] - 1
     if not (costs.q_partial and costs.kv_partial):
@@ -300,7 +304,7 @@ def _send_orders(shape: tuple[int, int], costs: ShardWeights) -> Iterator[tuple[
 
 
 def _sends(sides: Iterable[int]) -> tuple[Need, ...]:
-    """Partials by local index, of these sides one after the other."""
+    """Return the partials to send, one of each side named in `sides`, in local order."""
     num_sent, needs = [0, 0], list[Need]()
     for side in sides:
         num_sent[side] += 1
