@@ -98,7 +98,7 @@ def called(text: str, make: Callable[..., Any], *given: Any) -> Any:
 
 
 def _said(error: Exception) -> str:
-    """An error of code outside, with the line that raised it."""
+    """Return the text of an error of code outside the package, with the line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     is_theirs = "importlib" not in last.filename and last.filename != __file__
     at = f" ({last.filename}, line {last.lineno})" if is_theirs else ""

@@ -67,10 +67,10 @@ def buffer_spans(
     ops: Sequence[Op[Refs]],
     departs: Departures,
 ) -> list[list[Lifetime]]:
-    """Return for each buffer how long its parts are needed; nothing for buffers outside the
+    """Return for each buffer how long its parts are needed; empty for buffers outside the
     workspace.
 
-    A part is taken with its whole buffer, and ends by itself.
+    All parts of a buffer begin with its first use, and each ends with its own last use.
     """
     begin: dict[int, int] = {}
     edges = [_edges(one) if one.home is Home.WORKSPACE else [] for one in buffers]

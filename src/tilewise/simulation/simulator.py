@@ -325,9 +325,9 @@ def _simulated(
     """Decide which ranks are simulated.
 
     Returns:
-        the symmetry: each simulated rank stands for those that are like it; the plan that they run
-        (None: each part's own, pruned); and for each rank the rank by whose operations it is
-            priced.
+        the symmetry: each simulated rank stands for those that are like it; the plan that all run,
+        or None if each part runs its own, pruned; and for each rank the model by which it is
+        priced.
     """
     plan, mask, layouts, *_ = resolved
     n, alike = plan.world_size, all_alike(plan, mask, layouts)

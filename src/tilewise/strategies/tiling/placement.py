@@ -137,10 +137,12 @@ class PackingLimits(NamedTuple):
 def attempt(
     tables: Sequence[RegionTable], n: int, kv_bytes: float, variant: PackingLimits
 ) -> Placement:
-    """Place the components of any mask, given in the order of their rows.
+    """Place the components of any mask on n ranks.
 
     Args:
-        kv_bytes: bytes of a row's k and v beside those of its q.
+        tables: of the components, in the order of their rows.
+        kv_bytes: bytes of a row's k and v relative to those of its q.
+        variant: limits within which components are packed.
     """
     slack, scale, fill = variant
     lengths = np.array([t.length for t in tables])
