@@ -126,7 +126,7 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def dtype_name(dtype: object) -> DtypeName:
-    """The name of a torch dtype, or a name as it is, which may be no DtypeName."""
+    """Return the name of a torch dtype ("bfloat16"); a text is returned unchecked."""
     return cast(DtypeName, str(dtype).removeprefix("torch."))
 
 
@@ -137,7 +137,9 @@ def shown(value: object) -> str:
 
 
 def brief(value: object) -> str:
-    """The beginning of a value's repr, of which no more is made of a list or a text."""
+    """Return the beginning of a value's repr, at most 60 characters; long lists are not written
+    out.
+    """
     shortened = reprlib.Repr()
     shortened.maxother = shortened.maxstring = 60
     return f"{shortened.repr(value):.60}"
@@ -184,7 +186,7 @@ def is_word(value: object, word: str) -> bool:
 
 
 def require_known(what: str, value: object, known: Iterable[str]) -> None:
-    """Refuse what is none of the names that are known.
+    """Raise ValueError unless a value is one of the known names.
 
     Raises:
         ValueError: "kernel 'cudnm' is not known; take one of cudnn, flex".
@@ -229,7 +231,7 @@ def whole_number(name: str, value: Any, least: int | None = 1, most: int | None 
 
 
 def _as_index(value: Any) -> int | None:
-    """The value as an int; None if it is no whole number. An array of several is none."""
+    """Return a value as an int, or None if it is no whole number (an array of several is none)."""
     if type(value) is int:
         return value
     if isinstance(value, bool):
@@ -365,7 +367,11 @@ def as_array(name: str, values: Any, dims: int = 1, most: int = MOST_IN_ARRAY) -
 
 
 def _nested(name: str, values: Iterable[Any], dims: int) -> list[Any]:
-    """Return an iterable's entries, and theirs where they are iterables, as lists."""
+    """Return the entries of an iterable as a list; entries that are iterables become lists, too.
+
+    Args:
+        dims: how deep lists may be nested; TypeError if they are deeper.
+    """
     entries = counted(name, values)
     kinds = {kind for kind in set(map(type, entries)) - {str, bytes} if hasattr(kind, "__iter__")}
     if not kinds:
@@ -488,7 +494,7 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 
 
 def _fitted(value: Any, kind: Any) -> tuple[bool, Any]:
-    """Return whether a value is of a kind that is no union, and the value to go on with."""
+    """Return whether a value is of a kind (not a union), and the value converted to that kind."""
     if kind is int:
         number = _as_index(value)
         return number is not None, number

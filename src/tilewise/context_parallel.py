@@ -742,7 +742,7 @@ class ContextParallel:
         return self._results_back(results, return_lse) if moves else results
 
     def _check_moved(self, plan: Plan, kv_layout: Layout | None) -> None:
-        """Refuse what attention takes on the layout of its tokens alone."""
+        """Refuse plans and kv_layout that need q, k and v on the layout of the tokens."""
         if kv_layout is not None or getattr(plan, "replicated_queries", False):
             what = f"{plan.name} keeps all queries on every rank"
             raise ValueError(
@@ -771,7 +771,10 @@ class ContextParallel:
         mask: Mask | Sequence[Mask] | None,
         wire: AnyWire | None,
     ) -> tuple[Plan, Plan | None]:
-        """The strategy's plans of both passes; for another mask, if they are for one, others."""
+        """Return the plans of the forward and the backward pass (None: the same plan).
+
+        If they were made for cp.mask, and the call has another mask, plans are made for that one.
+        """
         plan = self.plan(q, k, v, wire)
         if isinstance(mask, Mask) and mask != self.mask and self._for_one_mask:
             _refuse_compiling()

@@ -270,7 +270,9 @@ def _sink_under_autocast(sink: Tensor) -> Tensor:
 
 
 def _check_masks_when_compiled(masks: object) -> None:
-    """Entries are told apart by their masks' values, before any operator that a compiler sees."""
+    """Refuse a mask for each batch entry in compiled code: entries are grouped by their masks'
+    values.
+    """
     if masks is not None:
         raise ValueError(
             "mask (a list) must be one mask in compiled code; wrap the function that calls "
@@ -279,7 +281,7 @@ def _check_masks_when_compiled(masks: object) -> None:
 
 
 def _check_kernel_when_compiled(kernel: Kernel | str | None) -> None:
-    """A compiler compares what it takes as constant by value, which an object may not have."""
+    """Refuse a kernel object in compiled code: a compiler compares constants by value."""
     if not isinstance(kernel, str | None):
         raise ValueError(
             f"kernel ({type(kernel).__name__}) must be a name in compiled code, such as "
@@ -288,13 +290,16 @@ def _check_kernel_when_compiled(kernel: Kernel | str | None) -> None:
 
 
 def _check_seed_when_compiled(dropout_p: float, dropout_seed: int | None) -> None:
-    """A seed that is drawn within the operator would not be that of its backward."""
+    """Refuse dropout without a seed in compiled code: backward would draw another seed."""
     if dropout_p and dropout_seed is None:
         raise ValueError(f"dropout_p ({dropout_p}) needs a dropout_seed in compiled code")
 
 
 def _save_when_compiled(save: Save | None) -> Save:
-    """A compiler must know the shapes of what is kept, and cannot look into a call for them."""
+    """Return "replay", and refuse "gathered", in compiled code.
+
+    A compiler must know the shapes of what is kept, and cannot look into a call for them.
+    """
     if save == "gathered":
         raise ValueError("save ('gathered') must be 'replay' in compiled code, or be left out")
     return save or "replay"

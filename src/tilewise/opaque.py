@@ -15,7 +15,7 @@ class OpaqueValue(metaclass=OpaqueType):
     __slots__ = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Frozen, so it is its own copy."""
+        """Return the value itself: it is frozen."""
         return self
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:

@@ -1,4 +1,5 @@
 """Commands, benchmark, network lab, reports: they use the library, and nothing of it uses them.
 
-processes: worlds of local processes; doctor: what can run here.
+cli: one file per command; bench: the benchmark; lab: a network on one machine; doctor: what can run
+here.
 """

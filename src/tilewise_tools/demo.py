@@ -91,7 +91,9 @@ class Demo(NamedTuple):
         return torch.from_numpy(tokens.astype("int64")), cu_seqlens
 
     def checked(self) -> Demo:
-        """Itself."""
+        """Raise ValueError if world_size or num_tokens is out of range; else return the demo
+        itself.
+        """
         require_range("world_size", self.world_size, 1, 16)
         require_range("num_tokens", self.num_tokens, 1, 16384)
         return self
@@ -226,7 +228,11 @@ def _embed(demo: Demo) -> list[Tensor]:
 def _attend(
     case: DemoCase, whole_tensors: list[Tensor], mask: tw.masks.Mask, rank: int
 ) -> tuple[dict[str, Tensor], Transport, float]:
-    """This rank's results, its transport, and seconds; decoding, of the last query alone."""
+    """Run one case on this rank; decoding computes the last query alone.
+
+    Returns:
+        this rank's results by name, its transport, and the seconds.
+    """
     plan, layout = case.plan, case.layout
     q, k, v, dout = (layout.shard(x, rank) for x in whole_tensors)
     if plan.replicated_queries:

@@ -98,7 +98,7 @@ def called(text: str, make: Callable[..., Any], *given: Any) -> Any:
 
 
 def _said(error: Exception) -> str:
-    """An error of code outside, with the line that raised it."""
+    """Return the text of an error of code outside the package, with the line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     is_theirs = "importlib" not in last.filename and last.filename != __file__
     at = f" ({last.filename}, line {last.lineno})" if is_theirs else ""
@@ -112,7 +112,9 @@ def version(text: str) -> str:
 
 
 def version_of(*names: str | None) -> str:
-    """The library's version, with those of the files outside that names are of."""
+    """Return the library's version and, for each name of a file outside the package, that file's
+    hash.
+    """
     return " ".join([installed("tilewise"), *(version(n) for n in names if n and is_outside(n))])
 
 

@@ -230,7 +230,7 @@ class _Checker:
 
 
 def _is_all(spec: TensorSpec, num_bytes: int) -> bool:
-    """Return whether a tensor is all bytes of its buffer, padding too; fields lie in some."""
+    """Return whether a tensor covers all bytes of its buffer, padding included."""
     return prod(spec.shape) * item_bytes(spec.dtype) == num_bytes
 
 

@@ -1,4 +1,4 @@
-"""What the fixture cp_parity runs: parity within a time limit, and its result in a few lines."""
+"""Parity within a time limit, and its result in a few lines: it serves the fixture cp_parity."""
 
 from __future__ import annotations
 

@@ -438,7 +438,7 @@ class Examination:
         }
 
     def _local_keys(self, split_allowed: np.ndarray, whole_allowed: np.ndarray) -> Facts:
-        """Find queries that see the keys of every rank by local row numbers."""
+        """Find a mask that was applied to local row numbers, to the keys of each rank alike."""
         expected = np.zeros_like(split_allowed)
         ranks = [
             rank_positions[rank_positions >= 0].numpy()

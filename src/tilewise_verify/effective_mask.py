@@ -387,7 +387,11 @@ def _fits(probe: _Probe, weights: Tensor, softcap: float | None) -> list[tuple[f
 def _fitted_scale(
     scores: np.ndarray, logs: np.ndarray, cap: float, first_scale: float
 ) -> tuple[float, np.ndarray]:
-    """The scale of scores that are capped after it, by Gauss and Newton, and what is left."""
+    """Fit log weights by cap tanh(scale * score / cap) with the Gauss-Newton method.
+
+    Returns:
+        the scale, and the residual.
+    """
     scale = first_scale
     for _ in range(FIT_STEPS):
         capped = np.tanh(scale * scores / cap)

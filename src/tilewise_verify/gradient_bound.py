@@ -152,7 +152,11 @@ def _sizes(
     k_most, q_most = key_norms.k.most + key_norms.k.error_most, q_norms.most + q_norms.error_most
 
     def moved(size_spread: Tensor) -> Tensor:
-        """Return the error of a weight's derivative by its score, for a weight of 1."""
+        """Return a bound of the error of a score's gradient, for a weight of 1.
+
+        Args:
+            size_spread: bound of the spread of dout . v - delta over keys.
+        """
         return (1 + grow) * product + (grow + slope) * size_spread
 
     dq = (moved(size_spread / 2) + r[0] * size) * k_most + size_spread / 2 * key_norms.k.error_most

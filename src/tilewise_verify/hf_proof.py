@@ -257,7 +257,7 @@ def _run(subject: ModelUnderTest, model: Any, cp: ContextParallel | None) -> Rec
 
 
 def _apart(ids: Tensor, labels: Tensor | None, documents: tuple[int, ...]) -> list[dict[str, Any]]:
-    """The arguments of a model for each document alone, of which the losses add up."""
+    """Return the arguments of a model for each document alone; the losses of these calls add up."""
     calls = [{"input_ids": ids[:, a:b]} for a, b in pairwise(documents)]
     if labels is None:
         return calls
@@ -277,10 +277,13 @@ def _is_float(x: Any) -> bool:
 def _weighed(
     out: Tensor, rows: int, mine: ContextParallel | tuple[int, int], make: torch.Generator
 ) -> Tensor:
-    """A loss itself; of another output the sum of its numbers, each with a weight of its own.
+    """Return a loss as it is; of any other output the sum of its numbers, each times a random
+    weight.
 
     Args:
-        mine: the tokens of the rows: a rank's, or a span.
+        rows: number of tokens in `out`.
+        mine: which tokens these are: a rank's, or a span.
+        make: draws the weights.
     """
     if not out.ndim:
         return out

@@ -179,7 +179,7 @@ def _resized(name: str, value: Any, scale: _Scale) -> Any:
 
 
 def _fit_heads(config: Any) -> None:
-    """Make widths of heads those that their number leaves: of state spaces, and of Zamba."""
+    """Set widths of heads that follow from the number of heads: of state spaces, and of Zamba."""
     hidden = _int(config, "hidden_size")
     inner = hidden * (_int(config, "mamba_expand") or _int(config, "expand"))
     for name in ("mamba_d_head", "mamba_head_dim", "mamba_headdim"):

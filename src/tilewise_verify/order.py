@@ -76,7 +76,14 @@ def reach_of(whole: Changes, num_tokens: int) -> int | None:
 
 
 def walk(whole: Changes, split: Changes, num_tokens: int) -> Walk:
-    """Follow a state from the first token on, from each place on where a reach ends."""
+    """Follow a state along the sequence in both models.
+
+    It begins at the first token. Where the change that a row makes ends, the walk goes on from
+    there.
+
+    Args:
+        whole, split: from changed rows of the input to the change of each row of the output.
+    """
     result, row = Walk([], [], [], [], False), 0
     for _ in range(MOST_PROBES):
         if row >= num_tokens - 1:
@@ -147,7 +154,11 @@ def facts_of_state(
 def facts_of_convolution(
     whole: Changes, split: Changes, reach: int, pieces: PieceStarts
 ) -> dict[str, Any]:
-    """Facts of a layer whose rows reach a few later ones."""
+    """Return facts about a layer each of whose rows changes only the next `reach` rows.
+
+    Args:
+        whole, split: from changed rows of the input to the change of each row of the output.
+    """
     lost_pairs, extra_rows = list[tuple[int, int]](), list[int]()
     n = pieces.num_tokens
     for first in range(reach + 1):
@@ -179,10 +190,12 @@ def facts_of_convolution(
 
 
 def facts_of_halo(want: Tensor, got: Tensor, starts: Sequence[int]) -> dict[str, Any]:
-    """Facts of a convolution within a layer with a state, whose queries read it.
+    """Return facts about a short convolution inside a layer with a state.
 
     Args:
-        want, got: changes where what the convolution reads is changed in the rows before starts.
+        want, got: changes of each row of the result, when what the convolution reads is changed in
+            the rows before starts.
+        starts: first rows of pieces.
     """
     lost_starts = [
         start for start in starts if bool(want[start] > SURELY) and not bool(got[start] > 1)
@@ -193,7 +206,8 @@ def facts_of_halo(want: Tensor, got: Tensor, starts: Sequence[int]) -> dict[str,
 def facts_of_first_rows(
     wrong: Sequence[int], starts: Sequence[int], pieces: PieceStarts
 ) -> dict[str, Any]:
-    """Facts of rows computed early in a layer: a convolution's errors end a few tokens on.
+    """Return facts if only the first few rows of pieces deviate: a convolution lacks the rows
+    before.
 
     Args:
         wrong: rows that deviate.
@@ -207,8 +221,12 @@ def facts_of_first_rows(
 
 
 def facts_of_gradient(want: Tensor, got: Tensor, pieces: PieceStarts) -> dict[str, Any]:
-    """Facts of gradients at a layer's input where the first row of each piece alone has one at its
-    output: [num_tokens, numbers].
+    """Return facts about gradients at a layer's input, which should reach rows of earlier pieces.
+
+    At the layer's output the first row of each piece alone has a gradient.
+
+    Args:
+        want, got: [num_tokens, numbers], of the unsplit and of the split model.
     """
     ratio = multiple(want, got, SAME_SHAPE)
     if ratio and abs(ratio - 1) > SAME_SHAPE:
@@ -229,10 +247,12 @@ def facts_of_gradient(want: Tensor, got: Tensor, pieces: PieceStarts) -> dict[st
 
 
 def short_columns(result: Tensor, leaves: dict[str, Tensor], row: int) -> dict[str, list[int]]:
-    """Columns of projections that a row of the result reads of few earlier rows, and no others.
+    """Find columns of projections of which a row of the result reads only the few rows before it.
 
     Args:
         result: [num_tokens, numbers], in the graph of the leaves, [(1,) num_tokens, columns].
+    Returns:
+        numbers of such columns, by the name of the projection.
     """
     generator = torch.Generator().manual_seed(3)
     draw = torch.randn(result.shape[1:], generator=generator).to(result)
@@ -258,6 +278,6 @@ def _unseen(rows: Sequence[int]) -> str:
 
 
 def _first(holds: Tensor, start: int) -> int:
-    """The first row from start on for which it holds; their number if there is none."""
+    """Return the first row from `start` on where `holds` is True, or the number of rows."""
     rows = holds[start:].nonzero()
     return start + int(rows[0]) if len(rows) else len(holds)

@@ -179,7 +179,7 @@ def run_model(model: nn.Module, call: Callable[[], Any], job: ModelRun) -> Recor
 
 
 def forget_runs(threads: Collection[int]) -> None:
-    """Remove the hooks of runs that never end: torch.compile takes no process with such hooks.
+    """Remove the forward hooks of runs that never end; torch.compile refuses to run beside them.
 
     Args:
         threads: identifiers of the threads in which they run.

@@ -39,8 +39,9 @@ def above(weights: Tensor, share: float) -> Tensor:
 
 
 def width_of_head(read: Read, num_tokens: int, width: int) -> int:
-    """Find the width of a head of a function of unknown heads: columns of one are equal if all
-    columns of v are.
+    """Return the width of a head of an attention function whose heads are unknown.
+
+    If all columns of v are equal, so are all columns of one head of the result.
     """
     generator = torch.Generator().manual_seed(4)
     marks = torch.randn(num_tokens, 1, generator=generator, dtype=torch.float64).expand(-1, width)

@@ -207,7 +207,11 @@ class Tree:
         return [by_row[self.rows(i).to(values.device)[1:]] for i in range(len(self._ranges))]
 
     def _children(self, layout: Layout) -> tuple[Array, Array]:
-        """Rows that a row before predicts, by the rank that owns that one; how many a rank."""
+        """Return the rows that have a parent, sorted by the rank that owns the parent.
+
+        Returns:
+            rows, int64 [number of rows with a parent]; how many of them belong to each rank.
+        """
         children = np.flatnonzero(self.parents.numpy() >= 0)
         owner = np.empty(self.num_tokens, np.int64)
         for rank in range(layout.world_size):
@@ -241,7 +245,11 @@ class Tree:
         return chosen - logits.logsumexp(-1)[at]
 
     def _gathered(self, logits: Tensor, cp: ContextParallel) -> tuple[Tensor, Array]:
-        """All ranks' values, in the order of the rows that come with them."""
+        """Gather the log-probabilities that each rank computes for its children.
+
+        Returns:
+            the values of all ranks, [number of rows with a parent]; and the row of each value.
+        """
         transport = transport_for(cp.group)
         children, sizes = self._children(cp.layout)
         stops = np.cumsum(sizes)
@@ -345,7 +353,11 @@ def _trie(sequences: Sequence[Array]) -> tuple[list[_Node], list[list[_Node]]]:
 def _segments(
     borders: Sequence[int], key_borders: Sequence[int], keys: Array, tokens: Array
 ) -> tuple[list[_Node], list[list[_Node]]]:
-    """Nodes of segments, and of every sequence its nodes: each ends at a node without children."""
+    """Make a node of each segment of rows between two borders, in depth-first order.
+
+    Returns:
+        all nodes; and for each sequence its nodes from the root to a leaf.
+    """
     nodes: list[_Node] = []
     path: list[_Node] = []  # from the first to the latest segment
     for i, (start, stop) in enumerate(pairwise(borders)):

@@ -50,9 +50,9 @@ def check_shards(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) ->
 
 
 def check_before_run(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> None:
-    """Check a plan as check_shards does, once for all masks and layouts that the plan is for.
+    """Check a plan with `check_shards`, at most once for each mask and layout.
 
-    A plan that computes every pair needs no check of what a mask leaves.
+    A strategy that is right for every mask and layout is not checked.
     """
     if not _computes_all(plan):
         _check_once(plan, mask, *layouts)
@@ -197,7 +197,14 @@ class _Execution:
         self.computed[cell] = number, rank
 
     def _arrive(self, number: int, transfer: Transfer, value: int) -> None:
-        """An arrival counts from the next step: called when the step's tiles are done."""
+        """Let a transfer arrive after the tiles of its step; later steps can use it.
+
+        Args:
+            number: of the step.
+            value: the contributions that it carries, as bits.
+        Raises:
+            PlanError: if the rank has the operand already.
+        """
         here, stored = self.held[transfer.dst], self.parts[transfer.dst]
         if transfer.item.role is Role.OPERAND:
             if transfer.item in here:
@@ -214,7 +221,11 @@ class _Execution:
             stored[transfer.item] |= value
 
     def _finish(self, last: int) -> None:
-        """Everything was computed, and is where it belongs, and nowhere else."""
+        """Raise PlanError unless every pair was computed and all results are at their homes alone.
+
+        Args:
+            last: number of the last step, which the error names.
+        """
         for q in range(self.plan.num_shards(Side.Q)):
             for kv in range(self.plan.num_shards(Side.KV)):
                 if self.cells is not None and (q, kv) not in self.cells:

@@ -159,8 +159,8 @@ class Code(NamedTuple):
 
     @property
     def made_bytes(self) -> int:
-        """The most bytes at one time of what operations make for themselves, and of what later ones
-        still read of it, beside the workspace.
+        """Largest number of bytes outside the workspace at one time, in tensors that operations
+        allocate themselves. A tensor counts until the last operation that reads it.
         """
         last_reads = self.last_reads()
         made: dict[int, int] = {}

@@ -198,7 +198,7 @@ class Draft:
         self.inside[buffer] = self.found(view)
 
     def found(self, view: View) -> View:
-        """The view of the buffer in which a view's rows lie in the end."""
+        """Return a view in terms of the outermost buffer: a buffer may lie in another one."""
         outer = self.inside[view.buffer]
         while outer is not None:
             inner, view = view, outer
@@ -240,7 +240,9 @@ class Draft:
         return self.batch * self.num_rows(view) * self.num_heads(view) * numbers
 
     def side_by_side(self, views: Sequence[View]) -> View | None:
-        """The rows of one buffer that views are, one after the other; None if they are not."""
+        """Return one view of the rows of all views, or None if they do not lie side by side in one
+        buffer.
+        """
         found = [self.found(view) for view in views]
         first = found[0]
         if len(found) == 1:
@@ -279,7 +281,7 @@ class _Renumbered(NamedTuple):
     step: int
 
     def of(self, x: Any) -> Any:
-        """A value with all numbers in it moved on."""
+        """Return an operation, view or message whose numbers count from those of this value."""
         if isinstance(x, View):
             return x._replace(buffer=x.buffer + self.buffer)
         if isinstance(x, Post | Wait):

@@ -116,24 +116,30 @@ class Facts:
         return self.call.keep and not self.payload.backward
 
     def combines(self, draft: Draft) -> bool:
-        """Return whether results wait until they are combined. Those of all rows, which travel by
-        head, are written where they leave.
+        """Return whether results of kernels wait and are summed by a Combine, not merged one by
+        one.
+
+        Results do not wait where heads are exchanged by one buffer: the kernel writes into the
+        message.
         """
         return self.traits.waiting_results > 0 and not draft.by_head
 
     @property
     def kernel_places(self) -> bool:
-        """True if kernels are told where their rows lie in the sequence."""
+        """True if kernels get the positions of their rows in the sequence (dropout, bias)."""
         return self.call.places or self.payload.whole_rows
 
     @property
     def needs_places(self) -> bool:
-        """True if kernels, or what makes keys of latents, are told where their rows lie."""
+        """True if kernels, or what makes keys of latents, get the positions of their rows."""
         return self.kernel_places or self.latent
 
     @cached_property
     def groups(self) -> HeadGroups:
-        """Heads of the call's tensors, by group. Each group has a latent whole, of all heads."""
+        """Heads of the call's tensors, cut into groups.
+
+        A latent is not cut: each group has all of it.
+        """
         groups = self.resolved.groups
         return groups._replace(num_kv_heads=1) if self.latent else groups
 
@@ -176,8 +182,10 @@ class Facts:
 
     @cached_property
     def arenas(self) -> tuple[tuple[Item, ...], ...]:
-        """Operands that lie side by side: those of the program's arenas that can be used where they
-        lie, in this pass and in the forward pass that kept them.
+        """Groups of operands that lie side by side in one buffer.
+
+        These are the program's arenas whose rows can be used where they lie, in this pass and in
+        the forward pass that kept them.
         """
         forward = self.payload._replace(backward=False, saved=False)
         usable = {

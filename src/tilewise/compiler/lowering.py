@@ -185,7 +185,10 @@ def _post_ahead(instructions: list[Instruction], handles: int, ahead: int) -> li
 
 
 def _arenas(steps: tuple[RankStep, ...]) -> tuple[tuple[Item, ...], ...]:
-    """The operands that may lie side by side: of all transfers, so that both passes agree on it."""
+    """Return groups of operands that may lie side by side: a tile reads them together.
+
+    Both passes must find the same groups, so all transfers of the plan are looked at.
+    """
     groups: dict[tuple[Side, int], dict[Item, None]] = {}
     for step in steps:
         for tile in step.tiles:

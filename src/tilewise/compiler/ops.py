@@ -267,7 +267,10 @@ class SumHeads(NamedTuple, Generic[V]):
 
 
 class Ask(NamedTuple, Generic[V]):
-    """Partial results that whoever runs the code computes: decoding steps, whose keys grow."""
+    """Ask the caller who runs the code for partial results, written to target.
+
+    Decoding uses it: its keys grow from step to step, so the kernel calls are not part of the code.
+    """
 
     label: str
     target: Writes[V]
@@ -293,7 +296,11 @@ Op: TypeAlias = (
 
 @cache
 def _places(kind: type[Any], mark: str) -> tuple[tuple[int, bool], ...]:
-    """Fields of a kind of operation that are read, or written: place, and whether several."""
+    """Return the fields of an operation class that carry a mark ("read" or "written").
+
+    Returns:
+        (index of the field, whether it is a tuple of operands) of each.
+    """
     found: list[tuple[int, bool]] = []
     hints = get_type_hints(kind, include_extras=True)
     for place, name in enumerate(kind._fields):

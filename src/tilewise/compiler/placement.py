@@ -67,10 +67,10 @@ def buffer_spans(
     ops: Sequence[Op[Refs]],
     departs: Departures,
 ) -> list[list[Lifetime]]:
-    """Return for each buffer how long its parts are needed; nothing for buffers outside the
+    """Return for each buffer how long its parts are needed; empty for buffers outside the
     workspace.
 
-    A part is taken with its whole buffer, and ends by itself.
+    All parts of a buffer begin with its first use, and each ends with its own last use.
     """
     begin: dict[int, int] = {}
     edges = [_edges(one) if one.home is Home.WORKSPACE else [] for one in buffers]
@@ -115,7 +115,7 @@ def _add_span(spans: list[Lifetime], span: Lifetime) -> None:
 
 
 def _edges(buffer: Buffer) -> list[tuple[int, int]]:
-    """First and last byte of each part."""
+    """Return the (first, stop) bytes of each part of a buffer; the whole if it has no parts."""
     if not buffer.part_rows or not sum(buffer.part_rows):
         return [(0, buffer.num_bytes)]
     row_bytes = buffer.num_bytes // sum(buffer.part_rows)
@@ -136,7 +136,10 @@ def _parts(spec: TensorSpec, ref: Ref, edges: Sequence[tuple[int, int]]) -> Sequ
 def _departures(
     tensors: Sequence[TensorSpec], ops: Sequence[Op[Refs]], departs: Departures
 ) -> Iterator[tuple[int, Ref]]:
-    """Yield what is sent, with the op by whose end it has left."""
+    """Yield each reference that is sent, after the number of the op at whose end it has left.
+
+    Until then its bytes must not be overwritten.
+    """
     last = len(ops) - 1
     under_way: defaultdict[int, deque[Post[Refs]]] = defaultdict(deque)
     left: dict[int, int] = {}

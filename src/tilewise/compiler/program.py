@@ -111,7 +111,8 @@ def _shards(prefix: str, shards: tuple[int, ...]) -> str:
 
 
 def held_ranges(held: Rows | None, wanted: Rows) -> Ranges:
-    """Rows of a buffer that are the wanted rows of a shard; the buffer has its held rows in turn.
+    """Return where the wanted rows of a shard lie in a buffer, which has the held rows one after
+    the other.
 
     Args:
         held: None: all of the shard's rows. Both ascend.

@@ -64,7 +64,7 @@ def shard_layouts(
 
 
 def _by_home(plan: Plan, layout: Layout, side: Side) -> Layout:
-    """The layout of shards that are their homes' rows, one a rank."""
+    """Return a layout with one shard a rank, each with the rows of the rank that is its home."""
     homes, ranks = [holders[0] for holders in plan.owners[side]], range(plan.world_size)
     if homes == [*ranks]:
         return layout
@@ -166,7 +166,11 @@ def prune_shards(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> Plan
 
 @kept_with_plan()
 def _without_needless(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> Plan | None:
-    """Return None if nothing is needless: a plan that is kept with itself is never freed."""
+    """Return the pruned plan, or None if there is nothing to prune.
+
+    It does not return the plan itself: the result is kept with the plan, which would never be
+    freed.
+    """
     if plan.made_for is not None or everything_needed(mask, *layouts):
         return None
     return _pruned(plan, mask, layouts)
@@ -242,7 +246,7 @@ def _reduced(plan: Plan, reads: Reads, sizes: tuple[tuple[int, ...], tuple[int, 
 
 
 def _shrunk(tiles: tuple[Tile, ...], reads: Reads) -> Iterator[Tile]:
-    """The tiles without the shards that meet no other shard of theirs."""
+    """Yield the tiles without shards of which no pair is allowed; a tile without any goes."""
     for tile in tiles:
         met = [pair for pair in product(tile.q, tile.kv) if reads(pair)]
         if len(met) == len(tile.q) * len(tile.kv):

@@ -129,7 +129,7 @@ def resolve_passes(
 
 
 def _resolved(call: CallShape, plan: Plan, own_order: bool = False) -> ResolvedPass:
-    """One pass of the plan, with what travels forward.
+    """Resolve one plan for a call, with the tensors that travel in a forward pass.
 
     Args:
         own_order: take the order that the plan has for backward.

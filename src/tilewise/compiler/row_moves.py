@@ -222,5 +222,5 @@ def owners_of(layout: Layout) -> tuple[Rows, Rows]:
 
 @lru_cache(maxsize=64)
 def share_moves(layout: Layout) -> RowMoves:
-    """The rows that every rank of a joint layout holds, of those that each owns."""
+    """Return the moves that give each rank of a joint layout all rows it holds, from owners."""
     return RowMoves("share", layout.owned, layout.runs)

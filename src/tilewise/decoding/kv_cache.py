@@ -362,7 +362,9 @@ class KVCache:
             return run.attend(q, self._storage.rows_first, places, mask, sink)
 
     def _known(self, mask: Mask | None) -> Mask:
-        """The mask of this value that was seen first: it has what was derived from it."""
+        """Return the mask object that was used first among equal ones, with all that was derived
+        from it.
+        """
         mask = Causal() if mask is None else require_type(Mask, "mask", mask)
         return self._masks.get(mask, lambda: mask)
 

@@ -1,6 +1,6 @@
 """Checks of a cache's calls: sizes, tensors, tokens that fit; each error names its fix.
 
-It stands apart because a cache only calls it, under the agreement between ranks.
+They are a file of their own because a cache only calls them, under the agreement between ranks.
 """
 
 import math

@@ -57,7 +57,7 @@ class CacheRead(NamedTuple):
 
 
 class RankReads(NamedTuple):
-    """This rank among all."""
+    """This rank and the number of ranks: rank r caches positions p with p mod world_size = r."""
 
     rank: int
     world_size: int
@@ -74,12 +74,13 @@ class RankReads(NamedTuple):
 def reads(
     mask: Mask, places: Sequence[QuerySpan], here: RankReads, heads: tuple[int, int], cut: CallStyle
 ) -> Iterator[CacheRead]:
-    """The calls that compute, of all that these queries may see, what is cached here.
+    """Yield the kernel calls of these queries on the keys that this rank has cached.
 
     Neighbouring sequences that need the same calls share them.
 
     Args:
         mask: of positions within a sequence.
+        places: positions of the queries of each sequence.
         heads: num_heads and num_kv_heads.
         cut: how the kernel wants several queries' cells cut.
     """

@@ -134,7 +134,9 @@ def _tops(x: Tensor) -> Tensor:
 
 
 def _raise_windows(sums: Tensor, windows: Tensor) -> None:
-    """Move the windows of sums up to others where they are higher."""
+    """Move the windows of sums up, in place, to at least these windows; the lowest digits are
+    dropped.
+    """
     before = sums[..., -1]
     higher = windows > before
     if not sums.is_cuda and not bool(higher.any()):  # no wait for a device

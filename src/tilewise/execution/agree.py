@@ -114,7 +114,9 @@ def _agree(  # noqa: PLR0913 - all that is compared
 
 
 def explain(error: Exception, call: Call) -> None:
-    """Add to what ends a wait without an answer that ranks may not be in the same call."""
+    """Add to an error that ended a wait that the ranks may be in different calls, if nobody
+    checked.
+    """
     if call.validate == "never":
         error.args = (
             f"{error} (validate='never' compares only wires that round: others may be in "

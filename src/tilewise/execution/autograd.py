@@ -70,14 +70,17 @@ def attend(
 def through_operator(
     q: Tensor, k: Tensor, v: Tensor | None, call: Call, seed: int | None
 ) -> Results:
-    """Return what attend does, by the operator, for what follows operators."""
+    """Run attention as one torch operator, for modes and tensor classes that follow operators."""
     largest = call.return_max_logit
     out, lse, kept = torch.ops.tilewise.attention(q, k, v, call, seed, largest)
     return out, lse, kept[:1] if largest else []
 
 
 class _Asked(NamedTuple):
-    """A call beside its tensors."""
+    """The arguments of attention that are not tensors.
+
+    num_operands: how many of the tensors are q, k, v.
+    """
 
     call: Call
     resolved: ResolvedCall
@@ -99,7 +102,11 @@ class _Gradients(NamedTuple):
     sink: Tensor | None = None
 
     def once_differentiable(self, *made_of: Tensor | None) -> "_Gradients":
-        """The same, with an error for who differentiates them."""
+        """Return these gradients so that differentiating them again raises an error.
+
+        Args:
+            made_of: the tensors that they were computed from.
+        """
         if not torch.is_grad_enabled():
             return self
         flat = *self.operands, *self.leaves, self.bias, self.sink
@@ -178,7 +185,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _with_room(bias: Tensor, learns: bool) -> DenseBias:
-    """A dense bias in a backward pass: sums of its gradient are fp32 or wider."""
+    """Return a dense bias with zeros for its gradient (fp32 or wider), if a gradient is wanted."""
     dtype = accumulator_dtype(bias.dtype)
     return DenseBias(bias, torch.zeros_like(bias, dtype=dtype) if learns else None)
 
@@ -192,7 +199,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Any) -> tuple[Tensor, ...]:
-        """The first so many, of all that they were made of."""
+        """Return the first `count` tensors; the others are what they were made of."""
         return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod

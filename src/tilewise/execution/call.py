@@ -188,7 +188,10 @@ class ResolvedCall(NamedTuple):
         return forward, backward
 
     def without_plans(self, plans: tuple[Plan, Plan]) -> ResolvedCall:
-        """The same, to be kept by one of these plans, which it must not hold."""
+        """Return this call with numbers in place of these plans.
+
+        The result is kept with one of them; a reference to the plan would keep it alive for ever.
+        """
         numbers, bare = [], []
         for x in self.bare_passes:
             number = next((i for i, plan in enumerate(plans) if plan is x.plan), None)

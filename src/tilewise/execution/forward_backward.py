@@ -67,7 +67,7 @@ def backward_pass(
     grads: tuple[Tensor | None, Tensor | None],
     bias: DenseBias | None = None,
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv; or dq and that of latents.
+    """Run the backward pass: dq, dk and dv, or dq and the gradient of latents.
 
     Args:
         saved: q, k, v (or latents), out, lse of the forward pass.

@@ -105,14 +105,19 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call, *rest: Any) -> Results
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, call: object, *rest: Any) -> Results:
-    """Shapes alone; a compiler does not let it look into the call, hence nothing is kept."""
+    """Return empty tensors of the right shapes for torch's tracer.
+
+    Nothing is kept for backward, because a compiler cannot read the call.
+    """
     _, largest = _filled(rest)
     kept = [q.new_empty(q.shape[-2:-1], dtype=torch.float32)] * largest
     return *empty_results(q, v.shape[-1]), kept
 
 
 def _filled(rest: tuple[Any, ...]) -> tuple[int | None, bool]:
-    """The seed, and whether the largest scores are asked for: torch leaves defaults out."""
+    """Return the seed and whether the largest scores are asked for; torch leaves out arguments that
+    have their default.
+    """
     seed, largest = (*rest, *(None, False)[len(rest) :])
     return seed, bool(largest)
 
@@ -131,7 +136,9 @@ def _backward(
 
 
 def _seeded(call: Call, seed: int | None = None) -> Call:
-    """The call as it is made outside of compiled code."""
+    """Return the call with its seed of dropout, which compiled code passes as an argument of its
+    own.
+    """
     return call if call.resolved or seed is None else replace(call, dropout_seed=seed)
 
 
@@ -142,7 +149,9 @@ def _fake_backward(
 
 
 def _tells(record: logging.LogRecord) -> bool:
-    """Not that inductor keeps no code on disk which stands for a call of this process."""
+    """Return whether to show a log record: not inductor's warning that it cannot cache our calls on
+    disk.
+    """
     return not record.exc_info or f"'{Call.__name__}' object" not in str(record.exc_info[1])
 
 

@@ -162,7 +162,13 @@ class BoundCode:
         return [*kept.values()]
 
     def _take(self, tensors: Numbered, given: dict[str, Tensor]) -> None:
-        """Set the tensors that are the call's or are kept, and parts of them."""
+        """Set the tensors of a pass that lie in tensors of the caller, or in memory kept from
+        forward.
+
+        Args:
+            tensors: by number; it is filled.
+            given: the caller's tensors and kept memory, by name.
+        """
         for name in self._aligned:
             given[name] = loadable(given[name])
         for name in self.code.contiguous:
@@ -203,7 +209,7 @@ class BoundCode:
     # Numbers of tensors
 
     def _tensors_that_ops_make(self) -> Iterator[int]:
-        """Tensors that are not in the workspace, but are what an op has made last."""
+        """Yield the tensors (by index in the code) that an op allocates, outside the workspace."""
         for op in self.code.ops:
             if isinstance(op, ops.Attend):
                 yield from (ref.tensor for refs in op.written for ref in refs if self._keeps(ref))
@@ -211,10 +217,10 @@ class BoundCode:
                 yield from (ref.tensor for refs in ops.writes(op) for ref in refs)
 
     def _number(self, ref: Ref, shape: tuple[int, ...] | None = None) -> int:
-        """The place of a tensor among those of a pass.
+        """Return the number under which a pass holds a tensor, or rows and heads of it.
 
         Args:
-            shape: in which an op sees it; None: its own.
+            shape: the shape in which an op sees it; None: its own.
         """
         part = ref, shape
         number = self._numbers.get(part)
@@ -255,7 +261,10 @@ class BoundCode:
         return found
 
     def _names_read_by_kernels(self) -> list[str]:
-        """Names of the call's tensors that other ops than copies and sums read, and none writes."""
+        """Names of the call's tensors that kernels read.
+
+        They are made contiguous and aligned before a pass.
+        """
         names: dict[str, None] = {}
         written = {x.tensor for op in self.code.ops for refs in ops.writes(op) for x in refs}
         for op in self.code.ops:
@@ -303,7 +312,7 @@ class BoundCode:
         return steps
 
     def _releasing(self, step: Step, tensors: Sequence[int]) -> Step:
-        """A step after which tensors, and parts of them, are not held any more."""
+        """Return a step that runs `step` and then drops tensors, and the parts of them."""
         wholes = [self._number(Ref(tensor)) for tensor in tensors]
         parts = [number for whole in wholes for number, _ in self._derived.get(whole, ())]
         numbers = [*wholes, *parts]
@@ -316,7 +325,9 @@ class BoundCode:
         return release
 
     def _keeps(self, ref: Ref) -> bool:
-        """Return whether a tensor that a kernel call writes is the kernel's own."""
+        """Return whether a kernel's own result tensor is used as it is, not copied to the
+        workspace.
+        """
         return self._adopts or self.code.home(ref) is Home.MADE
 
     def _bound(self, op: ops.Op[Refs]) -> Step:
@@ -521,7 +532,9 @@ class BoundCode:
         return step
 
     def _putting(self) -> Callable[[Numbered, int, Tensor], None]:
-        """Writes a tensor that an op has made, and its parts that others read."""
+        """Return a function that sets a tensor which an op has made, and the parts of it that ops
+        read.
+        """
         derived = self._derived
 
         def put(t: Numbered, number: int, x: Tensor) -> None:
@@ -684,7 +697,7 @@ class BoundCode:
         return step
 
     def _exchange(self, arrivals: Sequence[int]) -> int:
-        """The place of an exchange's handle, by which its arrivals are awaited."""
+        """Return the number of a new exchange, by which its handle and its arrivals are found."""
         self._groups.update(dict.fromkeys(arrivals, self._num_exchanges))
         self._num_exchanges += 1
         return self._num_exchanges - 1

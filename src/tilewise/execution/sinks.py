@@ -35,8 +35,9 @@ def kind_of(x: Tensor | None) -> TensorKind | None:
 
 
 def values_of(sink: Tensor | None) -> dict[str, str]:
-    """Return a sink's numbers for the ranks to compare, where they can be read: not those of a
-    tensor that stands for others (of vmap, of a compiler), or of a tensor without numbers.
+    """Return a sink's numbers as text, for the ranks to compare.
+
+    Empty if there are none to read: inside vmap or a compiler, and for tensors without numbers.
     """
     if sink is None or type(sink) not in (Tensor, torch.nn.Parameter):
         return {}

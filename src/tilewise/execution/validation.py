@@ -132,7 +132,9 @@ def check_numbers(wire: Wire, **tensors: Tensor | None) -> None:
 
 
 def check_ranks(call: Call, rank: int, world_size: int) -> None:
-    """Plans are for the group's ranks, and layouts give every token to one of them."""
+    """Raise ValueError unless the plans are for the group's ranks and each token is owned by one
+    rank.
+    """
     kv_layout = call.kv_layout or call.layout
     for plan in (call.plan, call.backward_plan or call.plan):
         if plan.world_size != world_size:

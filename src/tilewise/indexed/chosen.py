@@ -48,7 +48,9 @@ class Chosen:
         self.within = within if within is None else require_type(Mask, "within", within)
 
     def kept_to(self, mask: Mask) -> Chosen:
-        """The same choice, of keys that a mask must show, unless it names one itself."""
+        """Return this choice with a mask that must show the chosen keys, unless it has one of its
+        own.
+        """
         return self if self.within is not None else Chosen(self.positions, mask, self.window)
 
     def __repr__(self) -> str:

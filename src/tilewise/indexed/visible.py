@@ -34,7 +34,11 @@ class VisibleKeys(NamedTuple):
         return torch.stack(found).any(0)
 
     def blocks(self, num_keys: int, size: int) -> list[int]:
-        """The first keys of the blocks of this size of which some row sees a key."""
+        """Return the first keys of the blocks that hold a key which some row sees.
+
+        Args:
+            size: keys of a block.
+        """
         start = torch.arange(0, num_keys, size)
         meets = (self.low[..., None] < start + size) & (self.high[..., None] > start)
         return start[meets.flatten(0, 1).any(0)].tolist()

@@ -58,7 +58,14 @@ def out_for_delta(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
 def _put_out_for_delta(
     dout: Tensor, delta: Tensor, changed: Tensor, out: Tensor, columns: int
 ) -> None:
-    """Write dout' and out; what triton/delta.py does in one kernel."""
+    """Write a dout' and an out with sum(dout' * out) = delta, in plain torch.
+
+    triton/delta.py does the same in one kernel.
+
+    Args:
+        changed, out: written; changed is dout' and has dout's numbers where they are large enough.
+        columns: number of columns of out that are written; the others are 0.
+    """
     changed.copy_(dout)
     out.zero_()
     share, tiny = LEAST_DIVISORS[dout.dtype]

@@ -124,7 +124,10 @@ def _options(part: FlashRect, scores: Scores) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _version() -> str | None:
-    """None if it is not installed. By name: version 4 brings a module of the same name."""
+    """Return the version of the package flash-attn, or None if it is not installed.
+
+    The package is asked, not the module: version 4 brings a module of the same name.
+    """
     try:
         return metadata.version("flash-attn")
     except metadata.PackageNotFoundError:

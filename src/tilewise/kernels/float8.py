@@ -54,7 +54,14 @@ def decode(packed: Tensor, into: Tensor) -> Tensor:
 
 
 def _exponents(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """int32 [rows, batch, heads], the same within a block, and whether all of it is finite."""
+    """Return the exponents by which rows are scaled, and whether each block is finite.
+
+    Args:
+        x: [rows, batch, heads, width].
+        block: rows that share an exponent.
+    Returns:
+        int32 and bool, [rows, batch, heads] each.
+    """
     largest = x.abs().amax(-1).to(torch.promote_types(x.dtype, torch.float32))
     rows = len(largest)
     blocks = F.pad(largest, (0, 0, 0, 0, 0, -rows % block)).unflatten(0, (-1, block)).amax(1)

@@ -101,7 +101,10 @@ def serving_kernel(
 
 
 def _refusal(kernel: Kernel, *asked: Any, needs: tuple[str, ...]) -> str | None:
-    """Return what `supports` says; a kernel that was written without needs has none of them."""
+    """Ask a kernel whether it supports a call; returns None, or the reason why not.
+
+    A kernel whose `supports` takes no `needs` cannot serve softcap, dropout, bias or max_logit.
+    """
     if not needs:
         return kernel.supports(*asked)
     if "needs" not in inspect.signature(kernel.supports).parameters:
@@ -230,9 +233,10 @@ def order(
 
 
 def _measured(table: Mapping[str, Any], numbers: tuple[str, int], use: Use) -> dict[str, float]:
-    """Each kernel's time over that of the fastest, of the nearest number of tokens, by ratio.
+    """Return each kernel's measured time over the fastest kernel's, for a dtype, head_dim and use.
 
-    Between two head_dims it is a mean of their rows, by distance; beyond them the nearest counts.
+    The nearest measured number of tokens (by ratio) counts. Between two measured head_dims it is
+    the mean of their rows, weighted by distance; beyond them the nearest counts.
     """
     dtype, head_dim = numbers
     nearest: dict[int, Mapping[str, Any]] = {}

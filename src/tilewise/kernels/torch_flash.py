@@ -128,7 +128,7 @@ class CudaFlash(ProvidedKernel):
         return _columns(out, v_width).transpose(0, 1), lse.permute(2, 0, 1)
 
     def beside_dout(self, dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """dout, and what `run_backward` takes beside it, by rows: an out of which delta follows."""
+        """Return dout and an out for `run_backward`, from which flash attention derives delta."""
         return out_for_delta(dout, delta)
 
     def run_forward(

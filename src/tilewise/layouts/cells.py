@@ -304,7 +304,14 @@ def join_blocks(pieces: StripPieces, q: Runs, k: Runs, counts: CellCounts) -> No
 def _full_keys(
     shard: Array, rows: Array, run_bounds: tuple[Array, Array], k: Runs, counts: CellCounts
 ) -> None:
-    """Areas and key rows: this many rows of each shard see all of runs between[0] .. [1]."""
+    """Count areas and key rows where query rows see whole runs of keys.
+
+    Args:
+        shard, rows: query shard of each piece, and its number of rows.
+        run_bounds: (first, stop) run of keys that all of a piece's rows see.
+        k: all runs of keys.
+        counts: is added to.
+    """
     width = len(k.start) + 1
     height = max(1, AT_ONCE // width)
     for top in range(0, counts.num_q_shards, height):
@@ -329,7 +336,15 @@ def _full_rows(
     k: Runs,
     counts: CellCounts,
 ) -> None:
-    """Query rows: local rows [rows[0], rows[1]) of each shard see all of runs between[0] .. [1]."""
+    """Note the query rows that see whole runs of keys.
+
+    Args:
+        shard: query shard of each piece.
+        rows: (first, stop) local row of each piece.
+        run_bounds: (first, stop) run of keys that all of a piece's rows see.
+        k: all runs of keys.
+        counts: is added to.
+    """
     width = max(1, AT_ONCE // (len(k.start) + 1))
     for first_shard in range(0, counts.num_k_shards, width):
         columns = min(width, counts.num_k_shards - first_shard)

@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 class _Gaps(NamedTuple):
-    """So many neighbouring positions in a row lie this far from the one before."""
+    """Neighbouring equal gaps between positions: their distance, and how many there are."""
 
     distance: int
     repeats: int
@@ -64,9 +64,10 @@ def normal_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def _are_normal(runs: Sequence[Run]) -> bool:
-    """True of runs of neighbours, several in each, none of which goes on where the last one ended.
+    """Return True if runs are surely normal: stride 1, two rows or more, and none continues the
+    last.
 
-    Other runs may be so, too.
+    Other runs may be normal, too.
     """
     end = runs[0].start - 1
     for start, count, stride in runs:
@@ -101,7 +102,7 @@ def _gaps_of_runs(runs: Sequence[Run]) -> Iterator[_Gaps]:
 
 
 def _joined(gaps: Iterable[_Gaps]) -> Iterator[_Gaps]:
-    """Gaps of which neighbours differ in distance."""
+    """Yield gaps with neighbours of equal distance joined into one."""
     distance, count = 0, 0
     for gap in gaps:
         if count and gap.distance != distance:
@@ -133,7 +134,10 @@ def _runs(first: int, gaps: Iterable[_Gaps]) -> Iterator[Run]:
 
 
 def _run(shard: int, run: Any) -> Run:
-    """Return a run of whole numbers."""
+    """Return a run read from (start, count, stride).
+
+    Raises ValueError unless these are whole numbers.
+    """
     try:
         return Run(*map(index, run))
     except TypeError:
@@ -143,7 +147,7 @@ def _run(shard: int, run: Any) -> Run:
 
 
 def _cut(piece: Any) -> tuple[int, int]:
-    """Return a half-open range of rows."""
+    """Return a half-open range of rows read from a pair. Raises ValueError if it is no pair."""
     ends = [*map(int, whole_numbers("cut", piece))]
     if len(ends) != 2:
         raise ValueError(f"cut {ends} must be (start, stop)")

@@ -1,8 +1,8 @@
 """Masks: which queries see which keys. The patterns are `tw.masks`.
 
-base: masks made by a rule; tables: by a table; sequences: for caches that grow; strips: the normal
-form; area: cells counted in it; components: parts that no allowed pair connects; lengths: of
-documents.
+base: masks made by a rule; tables: by a table; sequences: for caches that grow; patterns: named
+masks; strips: the normal form, and the allowed pairs counted in it; components: parts that no
+allowed pair connects; lengths: lengths of documents.
 """
 
 from tilewise.masks.base import Mask

@@ -34,7 +34,7 @@ def documents(mask: Mask, num_tokens: int) -> Array | None:
 
 
 def within(mask: Mask, num_tokens: int) -> tuple[Strips, ...]:
-    """The strips of a sequence, one value for every head of a mask that differs by head."""
+    """Return a mask's strips cut to a sequence, for each head if the mask differs by head."""
     whole_number("num_tokens", num_tokens, most=MOST_ROWS)
     square = strips.make(0, num_tokens, 0, num_tokens)
     heads: Sequence[Mask] = getattr(mask, "heads", ()) or (mask,)

@@ -1,7 +1,7 @@
 """Document lengths as in real corpora: a sampler, and the per-document bookkeeping around it.
 
 Packed training sees documents of wildly different lengths, and every cost of a document mask hangs
-on them. The histograms are published figures, kept in data/lengths.toml with their source.
+on them. The histograms are published figures, kept in lengths.toml with their source.
 """
 
 import csv

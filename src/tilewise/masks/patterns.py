@@ -55,7 +55,9 @@ def block_edges(num_tokens: int, rng: np.random.Generator, mean: int = BLOCK_MEA
 
 
 def prefixes_for(cu: Sequence[int], rng: np.random.Generator) -> list[int]:
-    """One length up to the first document's, cut to each document's own."""
+    """Draw a prefix length of at most the first document, and cut it to the length of each
+    document.
+    """
     first = cu[1] if len(cu) > 1 else 0
     prefix = int(rng.integers(min(1, first), first + 1))
     return [min(prefix, stop - start) for start, stop in pairwise(cu)]

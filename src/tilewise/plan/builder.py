@@ -97,7 +97,7 @@ def _ordered(transfers: list[Transfer]) -> tuple[Transfer, ...]:
 
 @contextmanager
 def gc_paused() -> Generator[None]:
-    """No cyclic garbage collection: plans and programs are many tuples and no cycle.
+    """Context without cyclic garbage collection: plans and programs are many tuples and no cycle.
 
     The collector would search everything that is imported, several times, and find nothing: that
     took longer than making a program, and a sixth of a search by the planner.

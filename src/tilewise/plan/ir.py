@@ -73,7 +73,7 @@ class Transfer(NamedTuple):
         return f"{self.item}{rows_label(self.rows)}>{self.dst}"
 
     def arrival(self) -> str:
-        """The same as its destination sees it: "kv0*[0:5,8:9]<0"."""
+        """Text of the transfer as its destination sees it: "kv0*[0:5,8:9]<0"."""
         return f"{self.item}{rows_label(self.rows)}<{self.src}"
 
 
@@ -478,7 +478,9 @@ class Plan(OpaqueValue):
         return order.make(*order.known)
 
     def replaced(self, name: str, steps: Iterable[Step]) -> Plan:
-        """This plan with other steps, of which nobody knows more than they say."""
+        """Return this plan with other steps; what its strategy declared of it (symmetry, ...) is
+        dropped.
+        """
         return self.changed(name=name, steps=steps, script=None, traits=NO_TRAITS)
 
     def changed(self, **fields: Unpack[PlanArguments]) -> Plan:
@@ -539,7 +541,7 @@ def _join(parts: Sequence[tuple[RankStep, ...]]) -> tuple[Step, ...]:
 
 
 def _check_ends(parts: Sequence[tuple[RankStep, ...]]) -> None:
-    """Every transfer is written by both its ends, and by nobody else."""
+    """Raise PlanError unless each transfer is written by its two ends, and by no other rank."""
     for number, row in enumerate(zip_longest(*parts, fillvalue=RankStep())):
         for rank, share in enumerate(row):
             for transfer in chain(share.sends, share.recvs):

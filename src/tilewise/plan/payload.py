@@ -135,8 +135,9 @@ class Payload(NamedTuple):
         return ("k", self.head_dim), ("v", self.v_head_dim)
 
     def _result(self, name: str, width: int) -> Field:
-        """A tensor of a partial or a result. A Plain one is merged as it arrives, any other is
-        decoded to what it is merged in.
+        """Return the field of a tensor of a partial or a result.
+
+        With a Plain wire it is merged as it arrives; with any other it is decoded first.
         """
         wire = self.wires.partials
         if isinstance(wire, Plain):
@@ -279,7 +280,7 @@ def saving(plan: Plan, save: str | None) -> str:
 
 
 def check_gathered(plan: Plan, backward_plan: Plan) -> None:
-    """Operands gathered by one plan serve only the same plan in backward."""
+    """Raise ValueError unless both passes run the same plan, as save="gathered" needs."""
     if backward_plan != plan:
         raise ValueError(
             "save='gathered' needs the same plan in backward, not "

@@ -43,12 +43,18 @@ class Shift(NamedTuple):
         return self.place, *self.others
 
     def times(self, factor: int) -> Shift:
-        """The shift of the same digits of rank // factor."""
+        """Return the shift of ranks that moves rank // factor as this shift moves a rank."""
         others = tuple(place * factor for place in self.others)
         return self._replace(place=self.place * factor, others=others)
 
     def cut(self, blocks: Iterable[int]) -> Iterator[Shift]:
-        """A free digit as digits that end where blocks do, so that more shifts respect these."""
+        """Split a free digit into smaller digits that end at the borders of blocks.
+
+        Each of them may be shifted by itself, so more shifts map blocks to blocks.
+
+        Args:
+            blocks: sizes of blocks of neighbouring ranks.
+        """
         ends = [self.radix]
         if self.free:
             whole = {gcd(b, p * self.radix) // p for b in blocks for p in self.places if b % p == 0}
@@ -60,7 +66,11 @@ class Shift(NamedTuple):
                 yield Shift(self.place * low, high // low, others)
 
     def respecting(self, blocks: Iterable[int]) -> Iterator[Shift]:
-        """The shift, or some of it repeated, that maps blocks of neighbouring ranks to blocks."""
+        """Yield this shift, or a multiple of it, if it maps blocks of neighbouring ranks to blocks.
+
+        Args:
+            blocks: sizes of the blocks.
+        """
         if self.others:
             ends = [(place, place * self.radix) for place in self.places]
             if all(b % end == 0 or place % b == 0 for place, end in ends for b in blocks):
@@ -106,7 +116,7 @@ class Symmetry(NamedTuple):
         return relative(rank, rank, self.plan_shifts)
 
     def together(self, block: int) -> int:
-        """Number of ranks of one class in each block of neighbouring ranks."""
+        """Return how many ranks of one class lie in each block of neighbouring ranks."""
         return span(shift for shift in self.shifts if shift.span <= block)
 
 
@@ -118,7 +128,7 @@ def span(shifts: Iterable[Shift]) -> int:
 
 
 def relative(rank: Number, to: Number, shifts: tuple[Shift, ...]) -> Number:
-    """A rank after the shift that brings another to the first of its class."""
+    """Return `rank` after the shift that brings rank `to` to the first rank of its class."""
     for place, radix, others, _ in shifts:
         shift = to // place % radix
         for p in (place, *others):
@@ -128,7 +138,7 @@ def relative(rank: Number, to: Number, shifts: tuple[Shift, ...]) -> Number:
 
 
 def absolutes(rank: int, seen_by: Array, shifts: tuple[Shift, ...]) -> Array:
-    """Return the numbers that several ranks mean by one relative number."""
+    """Return, for each of several ranks, the number that it means by one relative number."""
     return absolute(np.full(seen_by.shape, rank), seen_by, shifts)
 
 

@@ -316,7 +316,9 @@ class Setting(NamedTuple):
 
     @property
     def seconds_a_sequence(self) -> float:
-        """Seconds for which a sequence takes all devices, where all groups are at work."""
+        """Seconds per sequence of the whole machine, whose groups work on different sequences at
+        once.
+        """
         return self.cost.seconds / self.split.groups
 
 
@@ -458,7 +460,11 @@ def _simulated(plan: Plan, work: Workload, machine: Machine) -> Simulation:
 
 
 def _summed(strategy: str, layers: Sequence[tuple[Simulation | Candidate, int]]) -> Cost:
-    """The cost of several layers of each kind, given with their numbers."""
+    """Return the cost of layers of several kinds.
+
+    Args:
+        layers: (one layer, how many there are) of each kind.
+    """
     bytes_by_link: Counter[str] = Counter()
     for layer, count in layers:
         bytes_by_link.update(

@@ -102,7 +102,7 @@ def _link_seconds(model: PassModel, option: Option, row_bytes: list[int]) -> flo
 
 
 def _memory_seconds(model: PassModel, option: Option) -> float:
-    """Least seconds of a rank's copies and merges: of what calls write, and of what leaves.
+    """Return the least seconds that a rank copies and merges: results of calls, and what it sends.
 
     Args:
         option: of a known shape.
@@ -135,7 +135,9 @@ def _memory_seconds(model: PassModel, option: Option) -> float:
 
 
 def _combining_seconds(model: PassModel, option: Option) -> float:
-    """The same where results wait: each is read once, as what arrives is; what leaves is written.
+    """Return the bound of `_memory_seconds` for devices on which results wait to be combined.
+
+    Each result and each arrival is read once, and only what leaves is written.
 
     Args:
         option: of a known shape.
@@ -305,7 +307,7 @@ class _TileBounds:
         return seconds + merge_seconds(self._prices.machine, moved), self.read_seconds(read)
 
     def _calls(self, tile: Tile) -> list[_Call]:
-        """The calls of a tile, at least: those of the table, or one of the rows that it reaches."""
+        """Return the kernel calls of a tile; without a table one call, which takes no longer."""
         edge_keys = self._prices.kernel.edge_keys
         if self._table is None:
             area = self._area(tile)
@@ -516,7 +518,12 @@ class _StepWalk:
         return ((INSIDE if same_node else BETWEEN, 1.0),)
 
     def _in_order(self, seconds: Array, arriving_bytes: Array, leaving_bytes: Array) -> float:
-        """The bound of the module's text."""
+        """Return a lower bound of the seconds: the formula of this module's docstring.
+
+        Args:
+            seconds: of the tiles of each step.
+            arriving_bytes, leaving_bytes: of each step, by class of link.
+        """
         start_seconds = np.concatenate([[0.0], np.cumsum(seconds)])
         arrival_seconds = self._link_seconds(np.cumsum(arriving_bytes, axis=0))
         largest_delay = np.maximum.accumulate(

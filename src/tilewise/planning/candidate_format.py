@@ -146,7 +146,7 @@ def digest(plan: Plan) -> str:
 
 
 def with_save(plan: Plan, save: str, made_for: tuple[Mask, Layout] | None = None) -> Plan:
-    """Return the plan with another default for backward, and the mask and layout it is made for."""
+    """Return the plan with another default `save`, and the (mask, layout) that it is made for."""
     if plan.default_save == save and made_for is None:
         return plan
     traits = plan.traits._replace(made_for=made_for or plan.made_for, tuning=None)

@@ -27,7 +27,9 @@ def prices(work: Workload) -> tuple[RowPrice, RowPrice]:
     backward = forward._replace(backward=True, saved=work.save != "replay")
 
     def price(payload: Payload, side: Side, num_heads: int) -> float:
-        """A latent's bytes are shared by the heads that are made of it."""
+        """Return the bytes of one row per query head, operand and partial; all heads share a
+        latent's.
+        """
         fields = (*payload.fields(side, Role.OPERAND), *payload.fields(side, Role.PARTIAL))
         return payload.heads(side) * sum(field.row_bytes for field in fields) / num_heads
 

@@ -282,18 +282,18 @@ def _priced(
     *,
     counts_bytes: bool,
 ) -> dict[Name, tuple[HybridSeconds, tuple[int, int, int, int, int]]]:
-    """Seconds and bytes of each choice.
+    """Return seconds and bytes of each choice of layouts, by the name of the choice.
 
     Args:
-        attention: of one layer, by the kind of its layout.
-        counts_bytes: False: bytes are not needed, and 0.
+        attention: cost of one layer of attention, by the kind of its layout.
+        counts_bytes: False: do not count bytes; they are 0.
     """
     padded = pad_to_equal_shards(replace(work.attention, layout="zigzag"), world_size)
     shares, item_bytes = 2 * world_size, ITEM_BYTES(padded.dtype)
     share_rows = -(-padded.num_tokens // shares)
 
     def cost(moves: Sequence[RowMoves], row_bytes: int) -> Cost:
-        """The cost of such moves, both passes."""
+        """Return seconds and bytes of some row moves, forward and backward."""
         passes = (simulate_moves(moves, row_bytes, machine, backward=x) for x in (False, True))
         seconds = sum(timeline.seconds for timeline in passes)
         if not counts_bytes:

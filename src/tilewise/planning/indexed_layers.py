@@ -90,7 +90,10 @@ def indexed_cost(
 def _local_seconds(
     layer: IndexedLayer, layout: Layout, share_rows: int, dtype: str, machine: Machine
 ) -> float:
-    """Seconds of the rank with most scores: those of the indexer, in forward, and attention."""
+    """Return the seconds of kernels on the rank with most scores.
+
+    They are the indexer's scores in forward, and attention to the chosen keys in both passes.
+    """
     pairs = max(
         sum((share + 0.5) * share_rows**2 for share in layout.rows(rank).tolist())
         for rank in range(layout.world_size)

@@ -195,7 +195,7 @@ def _hierarchical(between: Callable[[], Plan], inside: Callable[[], Plan]) -> Pl
 
 
 def _usual(variant: Variant) -> bool:
-    """Return whether a plan is one of the few to try where a choice must not take long."""
+    """Return whether a plan belongs to the few that are tried where a choice must be quick."""
     is_quick = variant.schedule in (*QUICK, "greedy") and not variant.keeps
     return is_quick and variant.kind != "hierarchical"
 

@@ -70,7 +70,7 @@ class Pair(NamedTuple):
 
     @property
     def complexity(self) -> tuple[bool, bool, int, int]:
-        """The lower, the simpler; a pair of which a sample was simulated comes last."""
+        """Sort key: simpler pairs first. A pair of which only a sample was simulated comes last."""
         orders = self.forward.option.order, self.backward.option.order
         return self.sampled, not self.one_plan, *orders
 

@@ -46,7 +46,9 @@ class PassModel:
 
     @cached_property
     def alike(self) -> bool | None:
-        """The value of pruning.all_alike for plans that are made for no mask."""
+        """The result of pruning.all_alike for plans that are not made for a mask: None, False or
+        True.
+        """
         return all_alike(ring(self.world_size), self.work.mask, (self.layout, self.layout))
 
     @cached_property
@@ -102,9 +104,14 @@ class PassModel:
         return {}
 
     def cells(self, degree: int, resolved: ResolvedPass) -> tuple[Mapping[Pair, Cell], Reach]:
-        """The non-empty cells of an inner plan's shards, and the rows of each that are reached.
+        """Return the non-empty cells of an inner plan's shards, and how many rows each of them
+        reaches.
 
-        They are those of the degree, unless the plan cuts its shards.
+        They are kept by degree, unless the plan cuts its shards.
+
+        Args:
+            degree: by which heads are split.
+            resolved: the inner plan on the layout of teams.
         """
         cells_and_reach = self._cells.get(degree)
         if cells_and_reach is None or resolved.plan.cuts is not None:

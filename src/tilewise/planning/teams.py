@@ -68,7 +68,7 @@ def simulate_teams(model: PassModel, plan: Plan) -> tuple[Timeline, Symmetry]:
 
 
 def _of_one_head_rank(machine: Machine, degree: int, world_size: int) -> Machine:
-    """Return a machine of one rank a team, with the share of links and cores that it has."""
+    """Return a machine with one rank of each team, which gets its share of links and cores."""
     sharers = min(degree, machine.node_size)
     nics = max(1, machine.nics // sharers)
     between, across = (

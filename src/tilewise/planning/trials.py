@@ -62,7 +62,7 @@ class Trial:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """The lower, the better."""
+        """Sort key: the better trial has the lower value."""
         return self.seconds, self.option.order
 
     def fits(self, num_bytes: float) -> bool:
@@ -94,7 +94,9 @@ class Trial:
 
     @cached_property
     def memory(self) -> PassMemory:
-        """Made when it is asked for: most trials are too slow for it to matter."""
+        """The memory of this pass, computed only when it is asked for: most trials are too slow to
+        matter.
+        """
         passes, machine = self.model.work.resolve(self.plan), self.model.machine
         return PassMemory(passes, backward=self.model.backward, device=machine.device)
 
@@ -233,7 +235,10 @@ def explore(
 
 
 def _places(options: Iterable[Option], bound: Callable[[Option], float]) -> dict[int, int]:
-    """The place of each option, by its order, among those of its kind and degree: 0 is the best."""
+    """Return the place of each option (by its `order`) among those of its kind and degree.
+
+    0 is the option with the lowest bound.
+    """
     groups: defaultdict[tuple[str, int], list[Option]] = defaultdict(list)
     for option in options:
         groups[option.kind, option.degree].append(option)

@@ -25,7 +25,7 @@ Array = np.ndarray
 
 
 class _ShardPlace(NamedTuple):
-    """A shard on a template: the rank from which the others of its class are relabelled."""
+    """A shard as a template numbers it: the template is the rank that stands for its class."""
 
     template: int
     side: Side
@@ -68,8 +68,10 @@ class Halves:
         return self._members[template]
 
     def models(self, plan: Plan) -> dict[int, int]:
-        """For each rank the lowest one that is relabelled from the same template, and of whose
-        transfers the same ones are whole.
+        """Return for each rank the lowest rank that sends alike, whose simulation serves for both.
+
+        Two ranks are alike if they are relabelled from the same template, and the same transfers
+        carry whole shards.
         """
         models: dict[int, int] = {}
         for template, members in self._members.items():
@@ -109,7 +111,11 @@ class Halves:
         return None if all_rows[self._index[deciding_rank]] else self.half[transfer.item.side]
 
     def _decided(self, step: int, transfer: Transfer) -> tuple[int, Array]:
-        """The rank that decides a transfer's rows, and whether all travel, by rank of its class."""
+        """Return the rank whose needs decide the rows of a transfer, and which transfers are whole.
+
+        Returns:
+            the rank; and bool, for each rank of its class: all rows travel.
+        """
         side, role, shard, _ = transfer.item
         rank = transfer.dst if role is Role.OPERAND else transfer.src
         if role is Role.RESULT:
@@ -174,7 +180,7 @@ def halves_of(plan: Plan, shifts: tuple[Shift, ...], size: int) -> Halves:
 
 
 def _no_relay(steps: tuple[RankStep, ...]) -> bool:
-    """Return whether a rank reads what it receives and adds to what it sends."""
+    """Return whether a rank's tiles read all that it receives, and add to all that it sends."""
     tiles = [tile for step in steps for tile in step.tiles]
     tile_shards = {s for tile in tiles for s in tile.q}, {s for tile in tiles for s in tile.kv}
     moved_items: Iterator[Item] = (

@@ -162,11 +162,13 @@ class ShortForm:
 
 
 def in_full(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a machine as `Machine.to_toml` writes them, of those of its short form.
+    """Return the tables of a machine in full, as `Machine.to_toml` writes them, from its short
+    form.
 
-    Others are returned as they are. The short form may have a link or the memory as a full file
-    does: `inside = { bandwidth = 450e9, latency = 4e-6 }`, `memory_bytes = 80_000_000_000`. Fields
-    of a full file that the short form lacks (`pooled`, `merge_bandwidth`, ...) may follow.
+    Tables that are full already are returned as they are. The short form may have a link or the
+    memory as a full file does: `inside = { bandwidth = 450e9, latency = 4e-6 }`, `memory_bytes =
+    80_000_000_000`. Fields of a full file that the short form lacks (`pooled`, `merge_bandwidth`,
+    ...) may follow.
 
     Raises:
         ValueError: if a field of the short form is missing, or its value is wrong.
@@ -202,7 +204,7 @@ def in_full(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _memory(form: ShortForm) -> dict[str, float]:
-    """Speeds of what passes over memory alone, from that of the memory."""
+    """Return the bandwidths of merging and packing that follow from the memory's bandwidth."""
     speed = form.memory_bandwidth
     return {} if speed is None else {"merge_bandwidth": speed / 3, "pack_bandwidth": speed / 2}
 

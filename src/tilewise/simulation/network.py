@@ -33,7 +33,7 @@ LINKS = (INSIDE, BETWEEN, ACROSS)
 
 
 def blocks(machine: Machine, world_size: int) -> tuple[int, ...]:
-    """Sizes of the groups of neighbouring ranks that share something."""
+    """Return the sizes of groups of neighbouring ranks that share cores, NICs, a node or a rack."""
     sizes = {_sharers(machine)} if machine.cores is not None else set()
     if world_size > machine.node_size:
         sizes |= {machine.node_size, machine.nic_sharers}
@@ -82,7 +82,10 @@ class Network:
         return self.machine.inside.bandwidth if link == INSIDE else self.machine.nic_bandwidth
 
     def message(self, src: int, dst: int) -> int:
-        """The route between two ranks; its amounts are in seconds at `bandwidth`."""
+        """Return the number of the route between two ranks.
+
+        A flow's amount on it is the seconds of the message at `bandwidth`.
+        """
         route = self._between.get((src, dst))
         if route is None:
             route = self._between[src, dst] = self._route(self._uses(src, dst))
@@ -213,7 +216,7 @@ def _islands(routes: Sequence[Route], num_resources: int) -> list[list[int]]:
 
 
 def _renumbered(routes: list[Route]) -> tuple[Route, ...]:
-    """The routes with resources numbered as they occur."""
+    """Return the routes with their resources numbered from 0, in the order in which they occur."""
     new_numbers: dict[int, int] = {}
     return tuple(
         tuple(
@@ -225,7 +228,10 @@ def _renumbered(routes: list[Route]) -> tuple[Route, ...]:
 
 
 class _Rates:
-    """The rates of an island's routes by the number of flows on each, kept for islands like it."""
+    """Cache of the rates of an island's routes, by the number of flows on each.
+
+    Islands with equal routes share it.
+    """
 
     def __init__(self, routes: tuple[Route, ...]):
         width = max(len(route) for route in routes)

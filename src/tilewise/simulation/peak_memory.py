@@ -102,10 +102,12 @@ class PassMemory:
 
 
 def _pruned(resolved: ResolvedPass, alike: bool | None) -> tuple[Plan, Sequence[int]]:
-    """Return what the mask leaves of a plan, and some ranks, of which one needs most of all.
+    """Return the plan without what the mask makes needless, and ranks to look at.
+
+    One of these ranks needs the most memory of all.
 
     Args:
-        alike: as shards.all_alike says.
+        alike: as pruning.all_alike says.
     """
     plan, layouts = resolved.plan, resolved.layouts
     symmetry = None if alike is None else find_symmetry(plan)

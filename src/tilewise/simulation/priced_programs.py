@@ -147,7 +147,9 @@ class _Writer:
         return found
 
     def resolved(self, operations: Iterable[Unresolved]) -> Iterator[RankOperation]:
-        """Operations with the flows that they wait for, once those of all ranks are known."""
+        """Yield operations with the numbers of the flows that they wait for; all ranks' are known
+        by then.
+        """
         flow_of = self._flow_by_key
         for operation, awaited, posted in operations:
             if awaited:

@@ -55,7 +55,10 @@ def with_shared_rows(
 def _exchange(
     layout: Layout, work: Workload, machine: Machine, symmetry: Symmetry, backward: bool
 ) -> EventLoop:
-    """Owners send their rows to all others; backward, all others send theirs to the owners."""
+    """Simulate the exchange of rows that every rank holds.
+
+    Owners send them to all other ranks; in backward all other ranks send theirs to the owners.
+    """
     n = symmetry.world_size
     row_bytes = work.num_heads * work.widths[1] * ITEM_BYTES(work.dtype)
     num_shared = len(layout.replicated)

@@ -322,8 +322,12 @@ def _deadlock_text(deadlock: Deadlock, programs: tuple[PricedProgram, ...]) -> s
 def _simulated(
     resolved: ResolvedPass, machine: Machine, exact: bool | None, prune: bool
 ) -> tuple[Symmetry, Plan | None, dict[int, Model]]:
-    """Return which ranks are simulated, each for those that are like it, the plan that they run
-    (None: each part's own, pruned), and the ranks by whose operations theirs are priced.
+    """Decide which ranks are simulated.
+
+    Returns:
+        the symmetry: each simulated rank stands for those that are like it; the plan that all run,
+        or None if each part runs its own, pruned; and for each rank the model by which it is
+        priced.
     """
     plan, mask, layouts, *_ = resolved
     n, alike = plan.world_size, all_alike(plan, mask, layouts)
@@ -355,8 +359,9 @@ def _simulated(
 
 
 def _own(symmetry: Symmetry) -> dict[int, Model]:
-    """The models of the ranks that are simulated: themselves where they are few, else the ranks
-    that they are relabelled from.
+    """Return the model by which each simulated rank is priced.
+
+    In small worlds it is the rank itself, in others the rank from which it is relabelled.
     """
     ranks, shifts = symmetry.representatives(), symmetry.plan_shifts
     if symmetry.world_size <= EXACT_RANKS or not shifts:
@@ -366,8 +371,11 @@ def _own(symmetry: Symmetry) -> dict[int, Model]:
 
 
 def _busiest(symmetry: Symmetry, plan: Plan) -> dict[int, Model]:
-    """The models of the ranks that are simulated under a causal mask on zigzag tokens: of the first
-    and the last of those that are relabelled from one template, the one whose kernels take longer.
+    """Return the model by which each simulated rank is priced, under a causal mask on zigzag
+    tokens.
+
+    Of the first and the last rank that are relabelled from one template, it is the one whose
+    kernels take longer.
 
     A shard pair is half its queries by all of its keys where the query shard is the lower one, and
     all of its queries by half its keys elsewhere. The same pairs take longer in the first form,
@@ -386,7 +394,7 @@ def _busiest(symmetry: Symmetry, plan: Plan) -> dict[int, Model]:
 
 
 def _lower_queries(plan: Plan, rank: int) -> int:
-    """Shard pairs of a rank whose query shard is lower than the KV shard."""
+    """Count a rank's shard pairs whose query shard has a lower number than the KV shard."""
     tiles = (tile for step in plan.rank_steps(rank) for tile in step.tiles)
     return sum(q < kv for tile in tiles for q in tile.q for kv in tile.kv)
 

@@ -49,7 +49,10 @@ def degrees(world_size: int, num_heads: int, num_kv_heads: int) -> list[int]:
 
 
 def tile_sizes(world_size: int) -> list[int]:
-    """Query shards per tile of the meshes that are no ring; 1 where all are."""
+    """Return the q_tile of meshes worth trying: divisors of world_size, without 1 and world_size.
+
+    [1] if there are no others: a mesh with 1 or world_size is a ring.
+    """
     return divisors(world_size)[1:-1] or [1]
 
 
@@ -115,7 +118,7 @@ def _meshes(a: int, b: int, kv_bytes: float | None) -> Iterator[Variant]:
 
 
 def _grids(rows: int, columns: int) -> Iterator[Variant]:
-    """Gathered; and overlapped, a kv_first mesh of other ranks with an exchange more."""
+    """Yield attention2d on a grid of ranks: all gathered first, and overlapped with compute."""
     shape, thin = Shape(columns, rows, ((columns, rows),), at_once=True), 1 in (rows, columns)
     yield Variant("attention2d", partial(attention2d, rows, columns), shape, degenerate=thin)
     make_overlapped = partial(attention2d, rows, columns, overlap=True)
@@ -156,7 +159,7 @@ class StrategyEntry(NamedTuple):
         return self.make.__name__
 
     def at(self, a: int, b: int, kv_bytes: float | None = None) -> Iterator[Variant]:
-        """Its plans on a x b ranks."""
+        """Yield the strategy's plans on a x b ranks."""
         if self.forms:
             yield from self.forms(a, b, kv_bytes)
         elif self.shape:
@@ -165,7 +168,7 @@ class StrategyEntry(NamedTuple):
             yield Variant(self.name, make, self.shape(a, b), degenerate=1 in numbers)
 
     def factors(self, world_size: int) -> list[tuple[int, int]]:
-        """Every a and b that the strategy tells apart; of nodes the smallest first."""
+        """Return the pairs (a, b) with a * b = world_size whose plans differ, small nodes first."""
         pairs = [(d, world_size // d) for d in divisors(world_size)]
         return pairs[::-1] if self.cut == "nodes" else pairs if self.cut else pairs[:1]
 

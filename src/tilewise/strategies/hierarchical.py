@@ -127,7 +127,12 @@ def _first_uses(shards_by_step: list[Shards]) -> list[Shards]:
 
 
 def post(s: RankBuilder, transfer: Transfer, shard: int, place: tuple[int, int]) -> None:
-    """Write a rank's end of a transfer between its plan's ranks r, here factor * r + offset."""
+    """Write this rank's end of a transfer of the outer or the inner plan.
+
+    Args:
+        shard: number of its shard in the whole plan.
+        place: (factor, offset): the plan's rank r is rank factor * r + offset here.
+    """
     factor, offset = place
     if transfer.rows is not None:
         raise ValueError("hierarchical needs plans that are not pruned; prune its result")
@@ -137,7 +142,7 @@ def post(s: RankBuilder, transfer: Transfer, shard: int, place: tuple[int, int])
 
 
 def compute(s: RankBuilder, outer: Iterable[Tile], inner: Sequence[Tile], size: int) -> None:
-    """Every outer tile: of each of its shards what an inner tile has."""
+    """Write the tiles of outer x inner: each inner tile, for the shards of every outer tile."""
     for outer_tile, inner_tile in product(outer, inner):
         q, kv = ([x * size + y for x in outer_tile[:2][i] for y in inner_tile[:2][i]] for i in Side)
         s.tile(q, kv)

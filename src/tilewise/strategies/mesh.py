@@ -168,7 +168,7 @@ def _check_held(held: int, shape: tuple[int, int], schedule: Schedule | float) -
 
 
 def _shards(rank: int, n: int, a: int) -> tuple[list[int], list[int]]:
-    """The rank's query and KV shards in local order; the first of each is its own."""
+    """Return the rank's query and KV shards in the order of its tile, its own ones first."""
     first, local = rank // a * a, rank % a
     return [first + (local + k) % a for k in range(a)], [(rank + k * a) % n for k in range(n // a)]
 
@@ -197,7 +197,12 @@ def pass_round(
     """
 
     def pass_on(side: Side, arriving: int, leaving: int) -> None:
-        """Move local indices to the left or upwards, as the other neighbour does to here."""
+        """Send a shard and a partial to one neighbour, and receive the same from the other
+        neighbour.
+
+        Args:
+            arriving, leaving: local index of the operand and of the partial that move; 0: none.
+        """
         shards_here, ranks_of_side = shards[side], ranks[side]
         if arriving:
             s.send(operand(side, shards_here[arriving - 1]), ranks_of_side[-1])

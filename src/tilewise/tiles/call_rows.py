@@ -53,6 +53,8 @@ class CallStyle(NamedTuple):
     """Requirements of a kernel on how tiles are cut; see `tile_calls`.
 
     Attributes:
+        square_causal: causal calls must have as many rows as keys.
+        whole_tile: a tile is best one call, however many slices it has.
         whole_rows: a tile is one call of all its rows, whatever the mask: the kernel reads it.
     """
 
@@ -197,7 +199,7 @@ def _calls(blocks: Blocks, mask: Mask, cut: CallStyle, place: Place) -> Placed:
 
 @lru_cache(maxsize=4096)
 def _spans(runs: tuple[tuple[int, int, int], ...], rows: Rows) -> Ranges | None:
-    """Positions of some rows of these runs, if they are a few ranges."""
+    """Return the positions of some rows of runs as ranges, or None if they would be many ranges."""
     if len(runs) + len(rows) > MAX_PIECES or any(stride != 1 for _, _, stride in runs):
         return None
     positions = row_index(tuple((start, start + count) for start, count, _ in runs))
@@ -205,7 +207,7 @@ def _spans(runs: tuple[tuple[int, int, int], ...], rows: Rows) -> Ranges | None:
 
 
 def _closed_up(parts: Sequence[Ranges]) -> list[Ranges]:
-    """Positions without the gaps between them."""
+    """Renumber the positions of several ranges without the gaps between them."""
     moved: dict[tuple[int, int], tuple[int, int]] = {}
     end = gaps = 0
     for start, stop in sorted({span for part in parts for span in part}):
@@ -221,7 +223,7 @@ class _UnevenError(Exception):
 
 
 def _resized(x: Any, unit: int, size: int) -> Any:
-    """Rows in calls, selections and ranges, with so many in place of every unit's.
+    """Scale all row numbers in a call, selection or range: unit rows become size rows.
 
     Raises:
         _UnevenError: if something begins or ends inside a unit.
@@ -254,9 +256,9 @@ def _numbers(x: Any) -> Iterator[int]:
 
 @lru_cache(maxsize=1024)
 def _long(ranged: RangedBlocks, mask: Mask, cut: CallStyle, place: Place) -> Placed:
-    """The calls of a tile, found on one that has LONG rows in each of its units of more.
+    """Find the calls of a tile of long runs by those of a similar, shorter tile.
 
-    How a tile is cut does not depend on how long such units are.
+    How a tile is cut does not depend on how long its runs are, if they are multiples of one unit.
     """
     unit = gcd(*_numbers(ranged))
     if unit > LONG:
@@ -310,10 +312,13 @@ def _parts(ranges: Ranges, blocks: Sequence[_Block]) -> tuple[RowSelection[np.nd
 def _rows_by_block(
     ranges: Ranges, starts: Sequence[int]
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield each block of which a call reads rows: which of the call's they are, and which of its.
+    """Yield the rows that a call reads, block by block.
 
     Args:
-        starts: rows of all blocks before each one, and of all.
+        ranges: of the call, into the rows of all blocks one after the other.
+        starts: first row of each block among those, and the number of all.
+    Yields:
+        the block; indices of its rows in the call; and their indices in the block.
     """
     if len(ranges) == 1:
         ((first, last),) = ranges

@@ -57,8 +57,9 @@ class KernelCall(_Fields):
 
     @property
     def life(self) -> "Life":
-        """An object that ends with the call, for what is to end then: tuples take no weak
-        references."""
+        """Return an object that is freed with the call, for finalizers: tuples take no weak
+        references.
+        """
         return vars(self).setdefault("_life", Life())
 
     @cached_property

@@ -111,7 +111,11 @@ MAX_CELLS = 1 << 20  # of a SLICES call: kernels may hold it as a dense additive
 
 
 class CallPiece(NamedTuple):
-    """Rows x keys of sorted index space, as ranges; slices (of SLICES alone) in that space too."""
+    """A part of a tile that one kernel call computes: ranges of its rows and keys, in sorted order.
+
+    Attributes:
+        slices: its cells, if kind is SLICES; in sorted order, too.
+    """
 
     kind: Kind
     q: Ranges
@@ -287,7 +291,7 @@ def _slices(piece: CallPiece) -> tuple[Slice, ...]:
 
 
 def _widen(ranges: Ranges, other_ranges: Ranges) -> Ranges:
-    """Their union; at once where one range goes on where another ends, the common case."""
+    """Return the union of two sets of ranges."""
     if len(ranges) == len(other_ranges) == 1 and ranges[0][1] == other_ranges[0][0]:
         return ((ranges[0][0], other_ranges[0][1]),)
     return other_ranges if not ranges or ranges == other_ranges else union(ranges, other_ranges)
@@ -397,7 +401,7 @@ def _call(piece: CallPiece, q_rows: np.ndarray, k_rows: np.ndarray) -> KernelCal
 
 
 def _local(s: Slice, piece: CallPiece) -> Slice:
-    """A slice in the coordinates of its piece's call: each range moves to its place in the call."""
+    """Return a slice of a piece in local rows and keys of the piece's call, which have no gaps."""
     rows_moved, keys_moved = _shift(piece.q, s.q0), _shift(piece.k, s.lo + s.lo_slope * s.q0)
     lo = s.lo - keys_moved + s.lo_slope * rows_moved
     hi = s.hi - keys_moved + s.hi_slope * rows_moved
@@ -405,7 +409,7 @@ def _local(s: Slice, piece: CallPiece) -> Slice:
 
 
 def _shift(ranges: Ranges, index: int) -> int:
-    """Return how far an index moves when the ranges close up."""
+    """Return how much smaller an index becomes when the gaps between ranges are closed."""
     i = bisect_right(ranges, (index, 1 << 62)) - 1
     return ranges[i][0] - count_rows(ranges[:i])
 

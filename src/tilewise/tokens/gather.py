@@ -103,10 +103,11 @@ def gather_stages(plan: Plan, layout: Layout, mask: Mask | None) -> list[GatherS
 
 
 def _stage(step: list[tuple[Transfer, Rows]], n: int, **arguments: object) -> GatherStage | None:
-    """The moves of one step, None if nobody wants a row in it.
+    """Return the moves of one step, or None if nobody wants a row in it.
 
     Args:
-        step: its transfers, and which rows of each shard travel.
+        step: its transfers, each with the rows of the shard that travel.
+        arguments: further fields of the stage's RowMoves.
     """
     source = lambda pair: (pair[0].src, pair[0].item.shard)  # noqa: E731
     sent, received = [Copies() for _ in range(n)], [Copies() for _ in range(n)]
@@ -176,7 +177,7 @@ def gather_by(
 
 
 def _rows(positions: Rows, rows: Tensor, wanted: Rows) -> Tensor:
-    """The rows at some positions, of rows that stand at other ones."""
+    """Return the rows at the wanted positions, of rows that stand at `positions` (in any order)."""
     order = np.argsort(positions)
     index = order[np.searchsorted(positions[order], wanted)]
     return rows.index_select(0, torch.from_numpy(index).to(rows.device))

@@ -105,7 +105,7 @@ def sum_gradients(module: nn.Module, transport: Transport, terms: GradientTerms)
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """A parameter's rows; one of a single dimension is one row."""
+    """View a parameter as rows [rows, numbers]; one of a single dimension is one row."""
     return x.flatten(0, -2) if x.ndim > 1 else x.reshape(1, -1)
 
 
@@ -148,7 +148,7 @@ def _summed(
 
 
 def _parted(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Bytes of several tensors, one after the other, as tensors of those shapes and dtypes."""
+    """Cut bytes into tensors of the shapes and dtypes of `like`, which lie one after the other."""
     pieces = data.split([x.numel() * x.element_size() for x in like])
     # a copy begins where any dtype may
     return [

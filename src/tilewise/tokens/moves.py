@@ -103,7 +103,7 @@ def roll_moves(layout: Layout, shifts: int, cu_seqlens: tuple[int, ...], *, wrap
 
 
 def _runs_with_fill(positions: np.ndarray) -> list[Run]:
-    """Runs of positions in any order, of which some are FILL."""
+    """Return the runs of positions in any order; positions that are FILL make runs of their own."""
     filled = positions == FILL
     edges = [0, *(np.flatnonzero(np.diff(filled)) + 1).tolist(), len(positions)]
     spans = [(a, b) for a, b in pairwise(edges) if a < b]
@@ -115,7 +115,8 @@ def _runs_with_fill(positions: np.ndarray) -> list[Run]:
 
 
 def predecessor_moves(layout: Layout, first: tuple[int, ...], distance: int) -> RowMoves:
-    """The entry so many places before each one, filled where a sequence of its own begins between.
+    """For each entry the entry `distance` places before it; filled if that belongs to another
+    sequence.
 
     Args:
         layout: of entries, such as the pieces of all ranks in the order of their tokens.

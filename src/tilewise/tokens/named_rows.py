@@ -189,7 +189,11 @@ def _names_most(by_rank: list[list[int]], layout: Layout, num_entries: int) -> b
 
 
 class _Exchange(torch.autograd.Function):
-    """Own rows to a table, or the gradient of a table to own rows: each is the other's backward."""
+    """Send own rows to the tables of other ranks; with backward=True, a table's gradient to the
+    owners.
+
+    Each direction is the other's backward pass.
+    """
 
     @staticmethod
     def forward(
@@ -225,7 +229,10 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """Rows of a table, or with num_rows the table of sums of rows: each is the other's backward."""
+    """Take rows of a table by an index; with num_rows, add rows into a table of that many rows.
+
+    Each is the other's backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, num_rows: int | None) -> Tensor:

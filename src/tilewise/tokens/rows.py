@@ -116,7 +116,10 @@ def _filling(x: Tensor, fill: float) -> float:
 
 
 class _MoveRows(torch.autograd.Function):
-    """One pass; its own backward pass is the other, hence it can be differentiated again."""
+    """Run row moves on a tensor in one direction; the backward pass is the other direction.
+
+    So it can be differentiated again.
+    """
 
     @staticmethod
     def forward(

@@ -80,7 +80,7 @@ def scan(  # noqa: PLR0913 - the map, and the split
 def _moved(
     maps: Tensor, states: Tensor, moves: RowMoves, transport: Transport, verb: dict[str, str]
 ) -> tuple[Tensor, Tensor]:
-    """Maps and states of the pieces some places before; 0 where that is another document."""
+    """Fetch the maps and states of the pieces that `moves` names; 0 if that is another document."""
     both = torch.cat([x.reshape(len(x), _row(x)) for x in (maps, states)], 1)
     moved = move_rows(both, moves, transport, verb=verb)
     a, b = moved.split([_row(maps), _row(states)], 1)

@@ -330,7 +330,7 @@ AGREEMENTS = KeptWith(lambda _: Agreement())
 
 
 def agreement_of(transport: Transport) -> Agreement:
-    """The one of the transport's group; of a transport without a process group: its own."""
+    """Return the Agreement of a transport's process group, or its own if it has no group."""
     own = getattr(transport, "agreement", None)
     if isinstance(own, Agreement):
         return own
@@ -377,7 +377,9 @@ def _rank_first(one: tuple[int, CallState]) -> int:
 
 
 def _shown(state: CallState, other: CallState) -> str:
-    """A call's number, what it is, and in what else the other call differs first."""
+    """Return a text for an error: a call's number and name, and the first fields in which two
+    differ.
+    """
     shown = _named(state)
     for name, text in state.fields.items():
         if len(shown) < _SHOWN_FIELDS and other.fields.get(name, text) != text:

@@ -36,11 +36,15 @@ class _Wait(NamedTuple):
 
 
 def said(group: dist.ProcessGroup, agreements: Mapping[dist.ProcessGroup, Agreement]) -> bool:
-    """Say that this rank waits in a group; False: nobody can be told, or orders have no meaning.
+    """Note in the store of the world that this rank waits in a group.
 
     Args:
         agreements: of all groups that this process has used. Where several threads call, each may
             have groups of its own, and their order is not that of the process.
+    Returns:
+        False if it was not noted: there is no such store, or several threads make calls, so that
+        their
+        order means nothing.
     """
     world = _world()
     if world is None or len(_python_threads(x.caller for x in agreements.values())) > 1:
@@ -52,14 +56,14 @@ def said(group: dist.ProcessGroup, agreements: Mapping[dist.ProcessGroup, Agreem
 
 
 def taken_back() -> None:
-    """Say that this rank does not wait any more."""
+    """Delete this rank's note in the store of the world that it waits."""
     world = _world()
     if world is not None:
         world.set(str(dist.get_rank()), "")
 
 
 def other_order(group: dist.ProcessGroup, peers: Iterable[int]) -> str | None:
-    """Return why this rank waits in vain in a group, as it has said; None: it may not.
+    """Return why the wait of this rank can never end, or None if that is not certain.
 
     Args:
         peers: ranks of the group for which it waits.

@@ -107,7 +107,7 @@ class LoopbackGroup:
         self._thread = None
 
     def _check_thread(self) -> None:
-        """A rank that waits in another one's place would never be woken."""
+        """Raise RuntimeError if another rank's thread uses this group: its wait would never end."""
         if get_ident() != self._thread:
             raise RuntimeError(
                 f"the group of rank {self.rank} is used outside of its rank, perhaps by another "
@@ -150,7 +150,7 @@ class LoopbackGroup:
         self._sending.clear()
 
     def begin_again(self, num_gathers: int) -> None:
-        """Forget what is under way."""
+        """Drop all messages that are under way."""
         self._all = _Outstanding(self._world.scheduler, self.rank)
         self._sending.clear()
         self._num_gathers = num_gathers
@@ -259,7 +259,9 @@ class _World:
         receive.close(copied)
 
     def _stream(self, route: _Route, device: torch.device) -> Stream | None:
-        """The receiver's, for this lane."""
+        """Return the stream on which the receiver's messages of this lane are copied; None on the
+        CPU.
+        """
         key = route.dst, route.lane, device
         if key not in self._streams:
             self._streams[key] = new_stream(device)

@@ -32,8 +32,9 @@ def failure_of(
     error: OSError | RuntimeError,
     group: dist.ProcessGroup,
 ) -> LostRankError:
-    """One operation's failure; where it is with several ranks, on gloo those that are out of reach
-    tell whose it is.
+    """Return the error of an operation that failed, with the rank that failed first.
+
+    If the operation is with several ranks, gloo's lost connections say which one failed.
 
     Args:
         messages: of the operation; none: all ranks of the group compare records.

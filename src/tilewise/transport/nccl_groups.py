@@ -52,7 +52,7 @@ def gloo_group(group: dist.ProcessGroup, team: range | None = None) -> dist.Proc
 
 
 def team_groups(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
-    """Those of neighbouring ranks, or all, that gloo_group has made beside this one."""
+    """Yield the gloo groups that gloo_group has made for teams of neighbouring ranks."""
     rank = group.rank()
     for size in range(2, group.size() + 1):
         first = rank - rank % size
@@ -123,10 +123,11 @@ def _companion(
     backend: Backend,
     place: tuple[int, int] | None = None,
 ) -> dist.ProcessGroup:
-    """A group of one backend, which ends with the group that it accompanies.
+    """Make a group of one backend, which ends when `group` does.
 
     Args:
-        place: this rank and the number of ranks in it; None: as in the group.
+        name: under which its part of the group's store is found.
+        place: (this rank, number of ranks) in the new group; None: as in the group.
     """
     made = dist.ProcessGroup(group_store(group, name), *(place or (group.rank(), group.size())))
     made._set_default_backend(kind)

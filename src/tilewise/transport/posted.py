@@ -25,9 +25,9 @@ class Posted:
     """One torch.distributed Work, waited for at most once (on gloo a second wait blocks).
 
     Args:
-        messages: what travels by it; kept alive till then.
-        joined: holds the bytes of several, one after the other.
-        splits: they have arrived there.
+        messages: the messages of this operation; kept alive until it is over.
+        joined: one buffer with the bytes of several messages, one after the other.
+        splits: received messages are copied out of `joined` when they have arrived.
     """
 
     def __init__(

@@ -329,7 +329,7 @@ class DistTransport:
 
 
 def _shared(messages: Sequence[Message]) -> Sequence[Sequence[Message]]:
-    """Messages by what is posted as one: small ones to or from one rank."""
+    """Group messages into those that are posted as one: small ones with the same peer."""
     if len(messages) < 2:
         return [messages] if messages else ()
     by_peer: dict[int, list[Message]] = {}

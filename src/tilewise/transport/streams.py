@@ -24,12 +24,16 @@ def current_moment(device: torch.device) -> Moment | None:
 
 
 def current_stream(device: torch.device) -> Stream | None:
-    """None for the CPU."""
+    """Return the current stream of a device; None for the CPU."""
     return torch.cuda.current_stream(device) if device.type in STREAMED else None
 
 
 def follow(moment: Moment | None, x: Tensor | None = None) -> None:
-    """Let the current stream wait for a moment; it may be another than this memory is of."""
+    """Let the current stream wait for a moment of another stream.
+
+    Args:
+        x: a tensor that the current stream will use, so that its memory is not given away before.
+    """
     if moment is None:
         return
     moment.wait()
@@ -43,7 +47,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def new_stream(device: torch.device) -> Stream | None:
-    """None for the CPU."""
+    """Return a new stream on a device; None for the CPU."""
     return torch.cuda.Stream(device) if device.type in STREAMED else None
 
 

@@ -2,7 +2,7 @@
 
 wire: the values and the set of them that a call has; latent: what stands for keys and values;
 float8: eight bits a number.
-Encoding and decoding themselves are execution's (packing.py, expansion.py); nothing here imports
+Encoding and decoding themselves are execution's (encoding.py, expansion.py); nothing here imports
 torch.
 """
 

@@ -97,16 +97,18 @@ class Wires:
 
     @property
     def only_wire_dtype(self) -> bool:
-        """True if wire_dtype says all there is to say."""
+        """True if the argument wire_dtype alone can express this set: the rest is Plain()."""
         return self == Wires(partials=self.partials) and isinstance(self.partials, Plain)
 
     def rounds(self, dtype: str) -> bool:
-        """Return whether anything of this dtype may arrive as another number than was sent."""
+        """Return whether numbers of this dtype may change on any wire."""
         plain = Plain(dtype_name(dtype))
         return any(w not in (Plain(), plain) for w in (self.forward, self.backward, self.partials))
 
     def resolved(self, dtype: str) -> Wires:
-        """The same for operands of a dtype: every Plain has one."""
+        """Return these wires with a dtype in each Plain that has none, and the latent without its
+        function.
+        """
 
         def named(wire: Wire) -> Wire:
             return Plain(dtype_name(dtype)) if wire == Plain() else wire
@@ -115,7 +117,7 @@ class Wires:
         return Wires(*resolved_wires, latent=self.sizes.latent)
 
     def of_width(self, width: int) -> Wires:
-        """The sizes of a set whose latent is so wide."""
+        """Return these wires with the width of the latent set, and without its function."""
         latent = self.latent and replace(self.latent.sizes, width=width)
         return replace(self, latent=latent)
 
@@ -129,7 +131,7 @@ AnyWire: TypeAlias = Wire | Latent | Wires
 
 
 def latent_of(wire: AnyWire | None) -> Latent | None:
-    """The latent of what is given as wire."""
+    """Return the latent among what a caller passes as `wire`, or None."""
     return wire if isinstance(wire, Latent) else getattr(wire, "latent", None)
 
 

@@ -117,7 +117,9 @@ class BenchCase:
         return mask_of(self.mask, self.num_tokens, self.seed, self.axes)
 
     def timed(self, forward: Iterable[Any], backward: Iterable[Any]) -> list[Any]:
-        """Figures of the two passes as those of what is timed."""
+        """Return figures of the timed pass, from those of forward and of backward; of both, their
+        sums.
+        """
         if self.which == "both":
             return [a + b for a, b in zip(forward, backward, strict=True)]
         return list(forward if self.which == "forward" else backward)

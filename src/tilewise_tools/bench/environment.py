@@ -45,7 +45,9 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def installed(package: str) -> str:
-    """Its version; sources that are only on the path have none."""
+    """Return the version of a package, or "not installed" (also for sources that are only on the
+    path).
+    """
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -73,7 +75,10 @@ def _proc(file: str, field: str) -> str | None:
 
 @cache
 def _commit() -> str | None:
-    """The source tree's, asked once, with a + where it was changed; None outside of one."""
+    """Return the git commit of the source tree, with a + if files were changed.
+
+    None outside a repository. The result is cached.
+    """
     source_folder = Path(__file__).parent
     try:
         described = subprocess.run(
@@ -142,7 +147,7 @@ def peak_bytes(run: Callable[[], Any], device: str) -> int:
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Some builds of the profiler write lines of their own when it starts and stops."""
+    """Context in which nothing goes to stderr: some profilers print when they start and stop."""
     saved_stderr = os.dup(2)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)

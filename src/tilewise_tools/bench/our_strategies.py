@@ -71,10 +71,10 @@ class _Setting:
         return LAYOUTS[self.case.layout](self.mask, self.case.num_tokens, self.n)
 
     def two(self, name: str, *, nodes: bool = False) -> tuple[int, int]:
-        """Two factors of the number of ranks, for a strategy that needs both above 1.
+        """Return two factors of the number of ranks, for a strategy that needs both above 1.
 
         Args:
-            nodes: hosts and the ranks on each, unless there is but one of either.
+            nodes: take (hosts, ranks per host) if both are above 1.
         """
         network = self.case.network
         hosts = network.hosts, network.ranks_per_host
@@ -177,14 +177,14 @@ def _auto(setting: _Setting) -> Planned:
 
 
 def _hierarchical(setting: _Setting) -> tw.Plan:
-    """A tile of whole nodes, as square as can be, and a ring inside each."""
+    """Return a mesh of whole nodes, its tile as square as can be, with a ring inside each node."""
     node_size = setting.inside("hierarchical", two_levels=True, by_heads=False)
     nodes = setting.n // node_size
     return tw.hierarchical(tw.mesh(nodes, near_square(nodes)[0]), tw.ring(node_size))
 
 
 def _ulysses_ring(setting: _Setting, levels: int = 1) -> tw.Plan:
-    """Heads first, a ring of what is left: USP's; on two levels LoongTrain's."""
+    """Return Ulysses around a ring (USP), or around a double ring (LoongTrain) if levels is 2."""
     name = "ulysses_double_ring" if levels > 1 else "ulysses_ring"
     degree = setting.inside(name, two_levels=levels > 1)
     inner = setting.n // degree
@@ -193,7 +193,7 @@ def _ulysses_ring(setting: _Setting, levels: int = 1) -> tw.Plan:
 
 
 def _ulysses_mesh(setting: _Setting) -> Planned:
-    """Heads first, a mesh of what is left."""
+    """Return Ulysses around a mesh."""
     return _of_tiles(setting, setting.inside("ulysses_mesh", two_levels=True))
 
 

@@ -100,7 +100,7 @@ def _of_all(values: Iterable[T | None]) -> list[T]:
 
 
 def _times(case: BenchCase, ranks: Sequence[Figures], by_rank: list[float]) -> Row:
-    """A run lasts as long as its slowest rank."""
+    """Return the fields of a row that are seconds. A run lasts as long as its slowest rank."""
     runs = zip(*(rank.seconds for rank in ranks), strict=True)
     forward, backward, seconds = zip(
         *([max(times) for times in zip(*run, strict=True)] for run in runs), strict=True
@@ -181,7 +181,9 @@ def _bytes(ranks: Sequence[Figures]) -> Row:
 
 
 def _errors(case: BenchCase, ranks: Sequence[Figures]) -> Row:
-    """The worst of all ranks; null of what the pass does not give, or where it is not finite."""
+    """Return the largest errors over all ranks; None if the pass gives none, or they are not
+    finite.
+    """
     worst = {name: max(rank.errors[name] for rank in ranks) for name in ranks[0].errors}
     tolerance = TOLERANCES(case.dtype)
     finite = {name: error for name, error in worst.items() if math.isfinite(error)}

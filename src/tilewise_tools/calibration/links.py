@@ -139,7 +139,9 @@ class Prober:
         return self._usage(lambda: self.transport.gather_records(record), TURNS).whole
 
     def _usage(self, work: Callable[[], object], rounds: int) -> Usage:
-        """Per other rank, once warm; of the median rank."""
+        """Return the processor seconds of work() per peer, after one warm-up run; the median over
+        ranks.
+        """
         work()
         times: list[tuple[float, float]] = []
         for _ in range(rounds):

@@ -133,7 +133,7 @@ def _machine(
     inside: Link | None,
     between: Link | None,
 ) -> Machine:
-    """All but what messages keep busy."""
+    """Return the machine without what messages keep busy, which `_with_messages` adds."""
     any_link = inside or between
     assert any_link is not None
     assumed = "" if between else " One host: between nodes is as inside."
@@ -227,7 +227,7 @@ HALVINGS = 12
 
 
 class TimedTrial(NamedTuple):
-    """A call whose time tells one factor."""
+    """A call that is timed to fit one factor of the machine."""
 
     plan: Plan
     work: Workload

@@ -51,7 +51,7 @@ class Commands(TyperGroup):
 
 
 def _one_line(error: Any) -> str:
-    """What is wrong, and where the words that would do are listed."""
+    """Return an error of the command line in one line, with the command that lists its options."""
     text = " ".join(str(error.format_message()).split()).rstrip(".")
     path = getattr(error.ctx, "command_path", "tilewise").replace("python -m ", "")
     return f"{text}; see {path} -h"

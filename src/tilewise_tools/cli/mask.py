@@ -55,7 +55,7 @@ def as_signs(mask_view: MaskView) -> str:
 
 
 def as_blocks(mask_view: MaskView, n: int) -> Text:
-    """The same in colours, each letter two cells one above the other."""
+    """Return a mask as text in colours; each character shows two cells, one above the other."""
     cells = painted(mask_view, n)
     owned = colours(n)[mask_view.owners]
     gap = np.full((len(owned), 1, 3), WHITE)

@@ -87,7 +87,7 @@ def _slow_ranks(run: Run, kernels: KernelRates) -> list[Finding]:
 
 
 def _slow_links(run: Run, links: dict[Link, LinkRate]) -> list[Finding]:
-    """A link that carries less than others, or all slow links as those of the rank they share."""
+    """Find links that carry less than others: one link, or all links of one rank."""
     lost = {
         link: rate.waited * (1 - 1 / rate.slowness)
         for link, rate in links.items()

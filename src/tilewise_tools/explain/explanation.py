@@ -238,7 +238,7 @@ def _sums(
 
 
 def _last(pieces: Sequence[Piece], rank: int, seconds: float) -> Iterator[Piece]:
-    """The last seconds of a rank's step, as those for which another one waits."""
+    """Yield the last seconds of a rank's step, as causes for which another rank waits."""
     start = pieces[-1].end - seconds
     for piece in pieces:
         if seconds > 0 and piece.end > start:

@@ -132,8 +132,9 @@ def _table(fit: KernelFit | None, work: Workload, backward: bool) -> KernelSpeed
 
 
 def _memory_rates(run: Run, steps: Sequence[RecordedStep]) -> tuple[float | None, float | None]:
-    """Bytes a second of copies and of merges, each number of which is read and written, or two of
-    which are read and one is written.
+    """Return the bandwidths of copies and of merges that a run shows, in bytes per second.
+
+    A copy reads and writes each number; a merge reads two and writes one. None: it shows none.
     """
     sums = {"Copy": [0.0, 0.0], "Merge": [0.0, 0.0]}
     for step in steps:

@@ -161,7 +161,7 @@ many of the name came before."""
 
 
 class _Counter:
-    """Gives the messages of a rank's pass their keys.
+    """Gives each message of a rank's pass the key by which both its ends know it.
 
     Ranks call one exchange of a team by different names: it is known by the team, and by how many
     came before.
@@ -277,12 +277,15 @@ class _Messages:
                 self._in_group.append((*messages, *(sends if self._batched else ())))
 
     def waited_for(self, wait: WaitRow) -> tuple[_Message, ...]:
-        """Messages that the transport waited for as one."""
+        """Return the messages of one wait of the transport."""
         sent = [Sent(peer, what, 0) for peer, what in wait.messages]
         return tuple(self._found(self._one_by_one, wait.is_send, sent))
 
     def awaited(self, op: OpRow) -> tuple[_Message, ...]:
-        """Messages that an operation waits for as a whole, if they were not waited for before."""
+        """Return the messages that an operation waits for all together.
+
+        Messages that were already waited for one by one are left out.
+        """
         if op.kind == "Sends":
             return tuple(self._sends) if self._batched else ()
         groups = dict.fromkeys(self._groups[x] for x in op.arrivals if x in self._groups)
@@ -380,8 +383,10 @@ class _Ledger:
             yield at, end, Cause(OUTSIDE, rank)
 
     def _parts(self, rank: int, number: int) -> list[Piece]:
-        """The pieces of an entry; of a wait that ended later than those that it explains, outside
-        time of the rank, which clocks that are not quite alike can lead to.
+        """Return the pieces of time of one entry of a rank.
+
+        A wait whose causes are not known yet counts as time outside the rank. It ended after the
+        wait that it is to explain, which happens only if the ranks' clocks are not quite alike.
         """
         entry = self._entries[rank][number]
         if isinstance(entry, Piece):

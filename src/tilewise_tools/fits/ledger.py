@@ -64,7 +64,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def making(self, kind: Kind) -> Iterator[None]:
-        """Tensors that are made within are of this kind."""
+        """Context in which new tensors count as of this kind."""
         before, self.kind = self.kind, kind
         try:
             yield

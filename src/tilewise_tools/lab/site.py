@@ -209,7 +209,7 @@ _Result = TypeVar("_Result")
 
 
 def inside(name: str, fn: Callable[[], _Result]) -> _Result:
-    """fn's result in a namespace; the calling thread stays where it is."""
+    """Call fn in a network namespace, return its result; the calling thread stays where it is."""
 
     def entered() -> _Result:
         _enter(name)

@@ -37,7 +37,7 @@ class Moved(NamedTuple):
 
 
 def moved(plan: Plan, work: Workload, *, backward: bool = False) -> Moved:
-    """One pass of a plan, after pruning; sent is what volume counts."""
+    """Return what one pass of a plan sends, receives and computes on each rank, after pruning."""
     resolved = work.resolve(plan)[backward]
     pruned, table = resolved.pruned, cells(work.mask, *resolved.layouts)
     sent, received, areas = ([0] * plan.world_size for _ in range(3))

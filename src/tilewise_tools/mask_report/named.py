@@ -54,7 +54,9 @@ class Axes(NamedTuple):
         of_kind("draw", self.draw, lengths.Draw | None)
 
     def of(self, text: str) -> Axes:
-        """Those that a mask has, so that others do not make one mask several cases."""
+        """Return the axes that a mask depends on; all others are None, so that they make no further
+        cases.
+        """
         words = set(re.findall(r"\w+", text))
         return self._replace(**{axis: None for axis in HAVE if not words & set(HAVE[axis])})
 

@@ -65,7 +65,7 @@ def owner_of_tokens(layout: Layout) -> Array:
 
 
 def _owners_of_cells(owner: Array, edges: Array, n: int) -> Array:
-    """One owner a cell, so that over neighbouring cells each has about its share of the tokens."""
+    """Return an owner for each cell, so that ranks get cells in proportion to their tokens."""
     chosen = np.zeros(len(edges) - 1, np.int64)
     due = np.zeros(n)
     for i, (start, stop) in enumerate(pairwise(edges.tolist())):

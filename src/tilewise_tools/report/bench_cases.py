@@ -58,7 +58,7 @@ class ReportCase(NamedTuple):
 
     @property
     def done(self) -> list[Row]:
-        """Those with a figure, fastest first."""
+        """Return the rows that have a figure, the fastest first."""
         return sorted((row for row in self.rows if cost(row)), key=lambda row: cost(row) or 0.0)
 
 
@@ -85,7 +85,7 @@ def cases(rows: Iterable[Row]) -> list[ReportCase]:
 
 
 def contenders(rows: Iterable[Row]) -> list[str]:
-    """Names by how many rows they have; a colour goes with each place."""
+    """Return the contenders' names, those with most rows first; colours are given in this order."""
     return [name for name, _ in Counter(row["contender"] for row in rows).most_common()]
 
 
@@ -107,7 +107,7 @@ class Facet(NamedTuple):
 
 
 def facets(rows: Iterable[Row], along: str, max_facets: int) -> list[Facet]:
-    """Those groups of rows that show best how figures change along a field.
+    """Return the groups of rows that show best how figures change along a field.
 
     Args:
         along: "num_tokens"; "world_size", with the tokens of a rank or of all fixed; "density" or

@@ -97,7 +97,7 @@ WON = (
 
 
 class Winner(NamedTuple):
-    """Who is fastest in most of some cases.
+    """The contender that is fastest in most of some cases, and in how many.
 
     Attributes:
         ties: contenders within 5 % of it.

@@ -29,7 +29,7 @@ def _name(entry: StudyEntry) -> str:
 
 
 def _note(entry: StudyEntry, text: str = "") -> str:
-    """Return what is said of an entry's mark; unless given, its time."""
+    """Return the note at an entry's mark: its plan's name, and a text or else its time."""
     return f"{short(entry.plan.name)}\n{text or quantity(entry.simulation.seconds, 's')}"
 
 

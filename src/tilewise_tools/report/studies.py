@@ -45,7 +45,7 @@ Placed = tuple[float, StudyEntry]  # the number of devices, or the factor of the
 
 
 class Studies:
-    """The best of each family for a workload on a machine; what was simulated once is kept.
+    """Cache of simulations: the fastest plan of each strategy family for a workload and a machine.
 
     Ranks that a causal mask lets send less than others are taken to send as much: plans then take
     up to 1 % longer, and a hundredth of the time to simulate.
@@ -119,7 +119,10 @@ class Studies:
 
 
 def _work_on(work: tw.Workload, n: int) -> tw.Workload:
-    """The same work on another number of devices: a layout of one number alone is left behind."""
+    """Return the same work on another number of devices.
+
+    A layout that is made for one number of devices is replaced by zigzag (Full: contiguous).
+    """
     work = replace(work, save=None)
     if isinstance(work.layout, tw.Layout) and work.layout.world_size != n:
         return replace(work, layout="zigzag" if work.mask != tw.Full() else "contiguous")
@@ -137,11 +140,12 @@ def _members(name: str, work: tw.Workload, machine: tw.Machine, n: int) -> Itera
 def methods(
     n: int, work: tw.Workload, ring_size: int, node_size: int | None = None
 ) -> dict[str, Callable[[], tw.Plan]]:
-    """The strategies of the papers on n devices, made when called.
+    """Return the strategies of the papers on n devices by name; each makes its plan when called.
 
     Args:
-        ring_size: the largest degree of a hybrid: a node's devices, as heads are split inside it.
-        node_size: to each node of so many devices a gather sends a shard once. None: ring_size.
+        ring_size: devices of a node: the largest degree of heads of a hybrid, which splits heads
+            inside a node.
+        node_size: devices of the nodes to which gathers send each shard only once; None: ring_size.
     """
     node_size = ring_size if node_size is None else node_size
     square, allowed = near_square(n), degrees(n, work.num_heads, work.num_kv_heads)

@@ -155,7 +155,7 @@ class _Adopter:
         return place
 
     def _place(self, merges: Sequence[Merge[View]]) -> Place:
-        """The place of a side's results of a call."""
+        """Decide where a side's results of a call go, from the merges that follow the call."""
         draft = self._draft
         heads = merges[0].target.heads
         plain = all(op.rows is None for op in merges)

@@ -33,7 +33,7 @@ class _Segment(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A result, or an arrival, that some rows of a partial wait for: its place."""
+    """Rows of a partial, and the view whose values are still to be added to them."""
 
     rows: Span
     source: View
@@ -98,13 +98,15 @@ class _Combiner:
                 self._reads_left[view.buffer].append(self._span(view))
 
     def _span(self, view: View) -> Span:
-        """The rows of a view, and those between them."""
+        """Return the (start, stop) of the rows of a view; with a stride the rows between are
+        included.
+        """
         if view.rows is None:
             return 0, self._draft.buffers[view.buffer].num_rows
         return view.rows[:2]
 
     def _sum_all_that_are_read(self, op: DraftOp) -> None:
-        """Let an operation find the partials that it reads, or writes, in their memory."""
+        """Sum partials that an operation reads or writes into their own memory, before it runs."""
         assert not isinstance(op, AttendTile), "tiles have been cut"
         for view in reads(op):
             self._read(view)
@@ -122,7 +124,7 @@ class _Combiner:
         return any(first < stop and last > start for first, last in self._reads_left[view.buffer])
 
     def _merge(self, merge: Merge[View]) -> None:
-        """Let what is added wait, or add it to the sum if its rows lie here and there."""
+        """Let a partial's new summand wait; add it at once if its rows do not lie side by side."""
         number, source = merge.target.buffer, merge.source
         partial = self._partials[number]
         self._read(source)
@@ -158,7 +160,9 @@ class _Combiner:
             self._write(copy.label, sources, target, self._partials[number])
 
     def _sum(self, view: View) -> None:
-        """Let a partial's own memory have the rows of a view; those without a sum are filled."""
+        """Sum the rows of a view into the partial's own memory; rows that nothing was added to are
+        blank.
+        """
         self._sum_rows(view.buffer, self._segments(view.buffer, self._span(view)))
 
     def _sum_rows(self, number: int, segments: Sequence[_Segment]) -> None:
@@ -178,14 +182,16 @@ class _Combiner:
         partial.summed = [rows for x in partial.summed for rows in _without(x, gone)] + gone
 
     def _part(self, waiting: Waiting, rows: Span) -> Waiting:
-        """What some of the rows wait for."""
+        """Return some of the rows of a waiting result, with the same rows of its source."""
         if rows == waiting.rows:
             return waiting
         start = waiting.rows[0]
         return Waiting(rows, self._draft.rows(waiting.source, (rows[0] - start, rows[1] - start)))
 
     def _segments(self, number: int, within: Span) -> list[_Segment]:
-        """Some rows of a partial by what they are the sum of."""
+        """Cut rows of a partial where their summands change; return each run with the views to add
+        up.
+        """
         partial, (low, high) = self._partials[number], within
         summed = [x for x in partial.summed if x[0] < high and x[1] > low]
         waiting = [x for x in partial.waiting if x.rows[0] < high and x.rows[1] > low]
@@ -222,7 +228,7 @@ class _Combiner:
 
 
 def _without(span: Span, gone: Sequence[Span]) -> Iterator[Span]:
-    """What is left of a span without others, which are given in order."""
+    """Yield what remains of a range of rows without some other ranges, which are ascending."""
     start, stop = span
     if stop <= gone[0][0] or gone[-1][1] <= start:
         yield span

@@ -127,7 +127,7 @@ class _Heads:
         self._buffers: dict[Role, dict[Side, View]] = {}
 
     def rewrite(self) -> None:
-        """Write the program anew; of what the first pass wrote, the call's tensors stay."""
+        """Replace all operations of the draft; only those that compute delta stay."""
         draft, facts = self._draft, self._facts
         draft.by_head = True
         old, kept = draft.ops, list[DraftOp]()
@@ -157,7 +157,11 @@ class _Heads:
     def _buffer(
         self, name: str, role: Role, sent: bool, home: Home = Home.WORKSPACE
     ) -> tuple[View, dict[Side, View]]:
-        """A buffer of bytes, and the fields of each side in it: of all rows, or apart by rank."""
+        """Make the buffer of bytes for one direction of an exchange.
+
+        Returns:
+            the whole buffer; and for each side a view of its fields in it.
+        """
         exchange, facts = self._facts.by_head[role], self._facts
         size = sum(exchange.sizes[0 if sent else 1])
         whole = self._draft.new(RowBuffer(name, size, (), 1, home, size))

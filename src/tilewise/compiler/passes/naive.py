@@ -84,7 +84,11 @@ class _Writer:
     # What is here from the start
 
     def begin(self) -> None:
-        """The call's tensors, what forward kept, and delta."""
+        """Write the first operations: this rank's q, k and v become operands, backward computes
+        delta.
+
+        What the forward pass kept is found, too.
+        """
         facts, draft = self.facts, self.draft
         if facts.forward is not None:
             self._find_saved(facts.forward)
@@ -138,7 +142,9 @@ class _Writer:
                 self._saved[item] = rows, part
 
     def _read_saved(self, item: Item) -> tuple[View, ...]:
-        """Copy what was kept of an item; before the first tile that reads it."""
+        """Return room for an operand that forward kept; it is copied there before the first tile
+        reads it.
+        """
         rows, source = self._saved[item]
         fields = tuple(x._replace(wire=None) for x in self.draft.fields_of(source))
         heads = self.draft.num_heads(source)
@@ -185,7 +191,10 @@ class _Writer:
     def _apart(
         self, recvs: Sequence[Transfer], arriving: Sequence[View]
     ) -> tuple[tuple[int, ...], ...]:
-        """Receives by what is posted, and awaited, by itself: small ones of a rank together."""
+        """Group the receives of a launch (by index) into those that are posted and awaited as one.
+
+        Small messages from one rank share a receive. Empty if receives are not posted ahead.
+        """
         if not self.facts.traits.receives_ahead or len(recvs) < 2:
             return ()
         by_peer: dict[int, list[int]] = {}
@@ -242,7 +251,7 @@ class _Writer:
             self.draft.ops.append(Copy(label, source_rows, target_rows))
 
     def _leaving_partial(self, item: Item, rows: Rows | None) -> View:
-        """A partial that leaves: what is added later makes a new one."""
+        """Pack a partial into a message; what is added later goes to a new partial."""
         mine = self._made(item)
         del self.here.partials[item]
         num_rows = count(rows, self.draft.num_rows(mine))
@@ -330,7 +339,7 @@ class _Writer:
         return self.here.partials[item]
 
     def compute(self, tile: Tile) -> None:
-        """A tile, of whatever rows are here."""
+        """Write the attention of a tile over the rows of its shards that this rank holds."""
         label = compute_label(tile)
         if self.facts.call.asks:
             item = partial(Side.Q, tile.q[0], tile.heads)

@@ -94,7 +94,7 @@ class _Writer:
                     self._field(number, field)
 
     def op(self, op: Op[View] | AttendTile) -> Op[Refs]:
-        """An operation on tensors."""
+        """Return an operation on views as one on tensors."""
         match op:
             case AttendTile():
                 raise AssertionError("tiles are cut before they are placed")
@@ -158,7 +158,7 @@ class _Writer:
         )
 
     def _field(self, number: int, field: Field) -> int:
-        """The tensor of a field of a buffer."""
+        """Return the number of the tensor of a field of a buffer; it is made at first use."""
         key = number, field.name
         if key not in self._fields:
             buffer = self._draft.buffers[number]
@@ -188,7 +188,7 @@ class _Writer:
         return self._tensor(TensorSpec(name, len(self.buffers) - 1, 0, shape, strides, field.dtype))
 
     def _within(self, number: int, buffer: RowBuffer, field: Field, shape: tuple[int, ...]) -> int:
-        """A field that lies in rows beside others."""
+        """Make the tensor of a field that shares its rows of bytes with other fields."""
         memory, start, batch = self.buffer_of(number), self._start(buffer), self._draft.batch
         name = f"{buffer.name}.{field.name}"
         if isinstance(buffer.form, HeadBuffer):
@@ -210,7 +210,7 @@ class _Writer:
         return self._tensor(TensorSpec(name, memory, start + column, shape, strides, field.dtype))
 
     def _packed(self, view: View) -> Refs:
-        """The bytes of each field of packed rows: uint8 [rows, batch, n]."""
+        """Return the bytes of each field of packed rows, uint8 [rows, batch, bytes of a field]."""
         found = self._draft.found(view)
         buffer, batch = self._draft.buffers[found.buffer], self._draft.batch
         assert isinstance(buffer.form, RowFormat)
@@ -233,7 +233,9 @@ class _Writer:
         return tuple(refs)
 
     def _message(self, view: View) -> Refs:
-        """Rows as they travel: bytes, or the one tensor of the call that they are."""
+        """Return what is sent or received: rows of bytes, or the one tensor of the call that they
+        are.
+        """
         found = self._draft.found(view)
         buffer = self._draft.buffers[found.buffer]
         if buffer.home is Home.GIVEN:
@@ -255,7 +257,7 @@ class _Writer:
         return (Ref(self._bytes[found.buffer], found.rows, None),)
 
     def buffer_of(self, number: int) -> int:
-        """The memory of a buffer whose fields lie in rows, or of bytes."""
+        """Return the number of the memory in which a buffer lies; it is made at first use."""
         buffer = self._draft.buffers[number]
         if buffer.within is not None:
             return self.buffer_of(buffer.within[0])
@@ -278,7 +280,7 @@ class _Writer:
 
 
 def _mapped(op: Op[View], refs: Callable[[View], Refs]) -> Any:
-    """An operation with each operand as tensors."""
+    """Return an operation with refs(view) in place of each of its views."""
     fields: list[Any] = list(op)
     for place, several in operand_places(type(op)):
         fields[place] = tuple(map(refs, fields[place])) if several else refs(fields[place])

@@ -54,7 +54,7 @@ def split_calls(draft: Draft, facts: Facts, tile: AttendTile, parts: Parts) -> I
 def _pieces(
     draft: Draft, held: Sequence[Held], selections: Selections
 ) -> list[list[RowSelection[np.ndarray]]]:
-    """Rows of one side by what lies side by side, and is read where it lies."""
+    """Group the rows of one side of a call into runs that lie side by side in one buffer."""
     if not all(is_range(x.call) and is_range(x.block) for x in selections):
         return [[*selections]]
     pieces = [[selections[0]]]
@@ -120,7 +120,11 @@ def _result_bytes(draft: Draft, facts: Facts, tile: AttendTile, side: Side) -> i
 def _call_of(
     selections: Selections, ranges: Ranges
 ) -> tuple[tuple[RowSelection[np.ndarray], ...], Ranges]:
-    """Some rows of a call as those of a call of its own, and which of the tile's rows they are."""
+    """Make a call of its own of some rows of a call.
+
+    Returns:
+        the selections of its rows; and the ranges of the tile's rows that they are.
+    """
     if len(selections) == 1 and selections[0].call is None:
         return tuple(selections), ranges
     found: list[RowSelection[np.ndarray]] = []

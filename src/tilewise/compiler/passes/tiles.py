@@ -27,7 +27,9 @@ KnownCalls = dict[tuple[Tile, tuple[tuple[Ranges, ...], ...]], tuple[CallParts[n
 
 @kept_with_plan(keep=1, each_rank=True)
 def _known_calls(plan: Plan, rank: int, table: TileCalls) -> KnownCalls:
-    """The kernel calls of a rank's tiles, as they become known; both passes have the same."""
+    """Return the cache of the kernel calls of a rank's tiles, which both passes share; empty at
+    first.
+    """
     return {}
 
 
@@ -86,7 +88,10 @@ def _attend(draft: Draft, facts: Facts, tile: AttendTile, parts: CallParts[np.nd
 def results_aside(
     draft: Draft, facts: Facts, num_rows: int, fields: Sequence[Field], num_heads: int
 ) -> View:
-    """Room for one side's results of a call: as the kernel makes them, if they wait there."""
+    """Return a new buffer for one side's results of a kernel call.
+
+    It has the kernel's own dtype if results wait to be combined, else that of accumulators.
+    """
     waits = facts.combines(draft)
     dtype = facts.payload.dtype if waits else facts.accumulator
     home = Home.MADE if waits else Home.WORKSPACE

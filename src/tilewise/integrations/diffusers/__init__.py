@@ -154,7 +154,7 @@ def enable_parallelism(
 
 
 def _layers_of(model: nn.Module) -> str:
-    """Attention layers that can run split, of a list of layers once."""
+    """Return as text the names of attention layers that can run split, layers of a list once."""
     names = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in processors(model))
     return ", ".join(names) or "none that can run split"
 
@@ -514,7 +514,10 @@ class _Layer:
 
 
 class _Gathered(torch.autograd.Function):
-    """Every rank computes the same of the whole, so that its slice of the gradient is all of it."""
+    """Gather all rows. In backward each rank takes its own rows of the gradient.
+
+    That is the whole gradient, because every rank computes the same from the gathered rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, model: _SplitModel, layout: tw.Layout, dim: int) -> Tensor:
@@ -528,7 +531,12 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """Every rank computes all of it: each rank's gradient is a slice, and zeros elsewhere."""
+    """Return x.
+
+    In backward each rank keeps 1 / world_size of the numbers of the gradient, else zeros.
+
+    Every rank computes all of x, so a sum over ranks would count the gradient world_size times.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: int, world_size: int) -> Tensor:

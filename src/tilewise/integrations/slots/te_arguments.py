@@ -159,7 +159,9 @@ class BiasArguments(NamedTuple):
             )
 
     def alibi(self, num_heads: int, all_heads: int) -> Alibi | None:
-        """Its ALiBi for this rank's heads; None: it has none."""
+        """Return the ALiBi bias of this rank's heads, or None if core_attention_bias_type is
+        another.
+        """
         if self.kind != "alibi":
             return None
         if self.slopes is not None:
@@ -173,9 +175,9 @@ class BiasArguments(NamedTuple):
         return tw.alibi([2 ** (-8 * (head + 1) / num_heads) for head in range(num_heads)])
 
     def tables(self, batch: int, num_heads: int, layout: tw.Layout, rank: int) -> Tensor | None:
-        """Its tensor, this rank's queries in place among those of the whole sequence, [1 or batch,
-        heads, queries, keys]; None: it has none. Strategies that move keys alone read no other
-        rows.
+        """Return the bias as [1 or batch, heads, all queries, all keys], or None without one.
+
+        Only this rank's queries are filled: strategies that move keys alone read no other rows.
         """
         values = self.values
         if values is None:

@@ -149,7 +149,14 @@ def _forward(
 
 
 def _split(layout: tw.Layout, masks: Any, documents: tuple[Edges, ...]) -> SplitSequence:
-    """The masks of each row, of torchtitan's."""
+    """Return the layout, and for each row of the batch its mask, from torchtitan's attention_masks.
+
+    Args:
+        masks: None, a VarlenMetadata or a BlockMask.
+        documents: boundaries of the documents of each row.
+    Raises:
+        ValueError: for masks of another type.
+    """
     if masks is None:
         return SplitSequence(layout)
     if hasattr(masks, "cu_seq_q"):  # VarlenMetadata: documents, as positions say them

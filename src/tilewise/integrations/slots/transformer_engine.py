@@ -290,7 +290,7 @@ class DotProductAttention(nn.Module):
         return out, of_ranks.amax(0)
 
     def _context_parallel(self, layout: tw.Layout) -> tw.ContextParallel:
-        """The one of this layout; made anew where it changes."""
+        """Return the ContextParallel of a layout; a new one is made when the layout changes."""
         if self._cp is None or self._cp.layout != layout:
             self._cp = tw.ContextParallel(
                 self._group,

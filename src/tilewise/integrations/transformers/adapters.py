@@ -200,7 +200,7 @@ def _numbers(value: Any) -> bool:
 
 
 def _renamed(tokens: list[int]) -> list[int]:
-    """Return as many different tokens, of the smallest vocabulary."""
+    """Map tokens to the smallest numbers of a tiny vocabulary; different ones stay different."""
     numbers = {token: FIRST_TOKEN + at for at, token in enumerate(dict.fromkeys(tokens))}
     return [numbers[token] for token in tokens]
 

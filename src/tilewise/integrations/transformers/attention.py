@@ -213,7 +213,10 @@ def _documents(
 
 
 def _refuse_other_ranks(cp: tw.ContextParallel, thread: int) -> None:
-    """Ranks that are threads of one process have one registry: a name may be another rank's."""
+    """Raise ValueError if the attention of one rank is called by another rank of a loopback.
+
+    Ranks that are threads share transformers' registry, where a name may be another rank's.
+    """
     if isinstance(cp.group, LoopbackGroup) and threading.get_ident() != thread:
         raise ValueError(
             f"a model on another rank uses the attention of rank {cp.rank}: ranks of a loopback "

@@ -183,7 +183,7 @@ def _check_new_adapters(called: Any, _: Any) -> None:
 
 
 def _check_where_not_compiled(called: Any, args: Any) -> None:
-    """As _check_new_adapters, which would break the graph of a model within its forward pass."""
+    """Run _check_new_adapters, unless a compiler traces the model: that would break its graph."""
     if not torch.compiler.is_compiling():
         _check_new_adapters(called, args)
 

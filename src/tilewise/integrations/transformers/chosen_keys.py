@@ -1,4 +1,4 @@
-"""Attention of a layer that has been told which keys its queries see.
+"""Attention of a layer to the keys that an indexer chose for its queries.
 
 Where a layer expands keys and values from latents (`expand_kv`), that is put off: the latents
 travel to the queries that chose them, and are expanded there, by the layer's own code.
@@ -33,7 +33,7 @@ def attend_to_chosen(  # noqa: PLR0913 - what a layer passes to its attention
     mask: tw.masks.Mask | list[tw.masks.Mask],
     options: dict[str, Any],
 ) -> Tensor:
-    """out [batch, rows, heads, v_head_dim] of a layer that has been told which keys to see.
+    """Return out [batch, rows, heads, v_head_dim]: each query attends to the keys chosen for it.
 
     Args:
         query, key, value: [batch, heads, rows, width]; key and value are a latent and its rotary

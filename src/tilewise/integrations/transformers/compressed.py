@@ -248,7 +248,9 @@ class _EntryKeys(IndexKeys):
 
 
 class _EntryScores(IndexScores):
-    """Scores of entries, as far as they have been written down."""
+    """Scores of entries as an unfinished expression: factors and heads' weights are noted, not
+    applied.
+    """
 
     def __init__(self, keys: _EntryKeys, q: Tensor) -> None:
         super().__init__(keys.mask, q, keys.k)

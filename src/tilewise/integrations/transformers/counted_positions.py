@@ -21,7 +21,7 @@ from tilewise.transport.agreement import settled
 
 
 class _State(threading.local):
-    """Over which ranks the call in progress in this thread is split; None: its positions stay."""
+    """State of a thread: the ranks over which its call is split; None: positions are left alone."""
 
     cp: tw.ContextParallel | None = None
 
@@ -31,7 +31,12 @@ _state = _State()
 
 @contextmanager
 def positions_moved(cp: tw.ContextParallel | None) -> Iterator[None]:
-    """Embeddings that count from padding_idx + 1 move the positions that they get inside."""
+    """Context in which embeddings that count from padding_idx + 1 add that to the positions they
+    get.
+
+    Args:
+        cp: the ranks over which the call is split; None: positions are left alone.
+    """
     before, _state.cp = _state.cp, cp
     try:
         yield

@@ -66,7 +66,13 @@ def checked_documents(
 
 
 def _refuse_forgotten(cp: tw.ContextParallel, whole: Tensor) -> None:
-    """Without position_ids a model counts its own rows, from 0 on every rank."""
+    """Raise ValueError if position ids begin at 0 on every rank.
+
+    A model that gets no position_ids counts its own rows so.
+
+    Args:
+        whole: position ids of the whole sequence, one row.
+    """
     sizes = [size for size in cp.layout.sizes if size]
     counted = cp.layout.unshard([torch.arange(size) for size in cp.layout.sizes])
     if len(sizes) > 1 and torch.equal(whole, counted):

@@ -89,7 +89,7 @@ def _module(model_class: type) -> dict[str, Any]:
 
 
 def _ours(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that stands for a module's own: in split calls it counts all ranks."""
+    """Wrap a module's load_balancing_loss_func: split calls count the tokens of all ranks."""
 
     @wraps(function)
     @not_compiled
@@ -143,7 +143,7 @@ def share_of_router_loss(
 
 
 class _OfAllRanks(torch.autograd.Function):
-    """The sums of all ranks' numbers, of which backward hands each rank its own gradient on."""
+    """Sum numbers over all ranks. Backward passes each rank's gradient on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, transport: tw.transport.Transport) -> Tensor:

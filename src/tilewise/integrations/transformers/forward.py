@@ -224,7 +224,7 @@ _state = _State()
 
 
 class _KnownLengths(RopeLengths):
-    """The largest position of the batch, which every rank knows of its whole rows."""
+    """RoPE lengths in a split forward: every rank knows the largest position from whole rows."""
 
     def largest(self, position: int) -> int:
         self.agreed = True
@@ -326,7 +326,10 @@ class SplitForward(Shared):
         return call, inputs
 
     def _fields(self, call: SplitCall, given: dict[str, Any]) -> dict[str, str]:
-        """Return facts that ranks must have in common: rows by sums that a token changes."""
+        """Return facts that must be equal on all ranks, as text by name.
+
+        Rows are compared by sums that change with any token.
+        """
         sums = []
         for name in ("input_ids", "labels", "shift_labels", "position_ids"):
             x = given.get(name)
@@ -522,7 +525,10 @@ class _GroupOnly(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """Cuts this rank's share, one row of padding if it has none: models cannot run on none."""
+    """Function that cuts this rank's share of x along dimension 1.
+
+    A rank without rows gets one row of padding, because models cannot run on none.
+    """
 
     cp: tw.ContextParallel
 
@@ -633,7 +639,11 @@ class _Whole(torch.autograd.Function):
 
 
 def _gathered(x: Tensor, cp: tw.ContextParallel, layout: tw.Layout | None = None) -> Tensor:
-    """The rows of all ranks; layout: which they are, if not those of cp."""
+    """Gather the rows of all ranks, in the order of the sequence.
+
+    Args:
+        layout: of the rows; None: that of cp.
+    """
     given = layout or cp.layout, tw.transport.transport_for(cp.group)
     return _Whole.apply(x, *given)  # pyright: ignore[reportReturnType]
 

@@ -1,4 +1,4 @@
-"""Which rank runs a model's tower on which images of a call, level by patches.
+"""Assignment of a call's images to the ranks that run a model's tower on them, level by patches.
 
 Each image goes to one rank as a whole. A video goes frame by frame, because the towers that take
 videos let the patches of one frame see each other alone. The rank that has the fewest patches
@@ -43,7 +43,11 @@ class Images(NamedTuple):
     frames: list[int]
 
     def shares(self, num_ranks: int) -> list[list[int]]:
-        """Numbers of the images of each rank, in the order in which it runs them."""
+        """Assign the images to ranks by their work, the largest first to the rank that has least.
+
+        Returns:
+            for each rank the numbers of its images, in the order in which it runs them.
+        """
         found, work = [list[int]() for _ in range(num_ranks)], [0] * num_ranks
         for number in sorted(range(len(self.work)), key=lambda number: -self.work[number]):
             rank = work.index(min(work))
@@ -74,13 +78,18 @@ class Images(NamedTuple):
         return made
 
     def whole_counts(self, counts: list[int]) -> list[int]:
-        """Tokens of each image or video, of those of each image or frame."""
+        """Return the tokens of each image or video.
+
+        Args:
+            counts: tokens of each image or frame; the frames of a video are added up.
+        """
         until = [0, *accumulate(counts)]
         return [until[b] - until[a] for a, b in pairwise([0, *accumulate(self.frames)])]
 
 
 def images_of(kind: str, named: Mapping[str, Any], config: Any) -> Images | None:
-    """The images of a tower's call; None if its arguments do not tell one from another.
+    """Return the images of a tower's call, or None if its arguments do not say where each image
+    ends.
 
     Args:
         kind: one of KINDS.
@@ -118,7 +127,7 @@ def images_of(kind: str, named: Mapping[str, Any], config: Any) -> Images | None
 
 
 def _crops(size: Tensor, config: Any) -> int:
-    """Crops of an image, with the whole one."""
+    """Return the number of crops of an image, the whole image among them."""
     from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
     side = config.vision_config.image_size

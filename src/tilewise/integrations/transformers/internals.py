@@ -243,7 +243,9 @@ def install() -> None:
     from accelerate.utils import operations, random
 
     class RowState(RowCount, AcceleratorState):
-        """Schedulers step, and seeds differ, by rows."""
+        """AcceleratorState that counts rows in place of processes, for schedulers' steps and for
+        seeds.
+        """
 
     scheduler.AcceleratorState = random.AcceleratorState = RowState
     operations._gpu_gather = _once_a_row(operations._gpu_gather, operations)
@@ -263,7 +265,7 @@ def install() -> None:
 
 
 def _once_a_row(gather: Callable[[Any], Any], operations: Any) -> Callable[[Any], Any]:
-    """accelerate's gather, from the first rank of each row."""
+    """Wrap accelerate's gather so that each row counts once, not once for each of its ranks."""
 
     @functools.wraps(gather)
     def gather_rows(tensor: Any) -> Any:
@@ -324,8 +326,9 @@ def _by_row(number: property, callers: tuple[str, ...], least: int = 1) -> prope
 
 
 def _undivided(count: Callable[..., Any]) -> Callable[..., Any]:
-    """num_items_in_batch, which the Trainer divides by cp_size (in transformers 5.0 rounding down);
-    gathering took each row once.
+    """Wrap the Trainer's count of num_items_in_batch, so that it does not divide by cp_size.
+
+    Gathering has taken each row once already.
     """
 
     @functools.wraps(count)

@@ -39,9 +39,10 @@ def refuse_wrong_losses(
 
 
 class _Labels(Shared):
-    """The ranks over which a model runs, and which losses it must not make.
+    """Facts of a split model by which calls with labels are refused.
 
     Args:
+        cp: the ranks over which it runs.
         masked, loss_refusal: as refuse_wrong_losses takes them.
     """
 

@@ -250,7 +250,11 @@ def packs(function: Callable[..., Any]) -> bool:
 
 
 def parts(mask: tw.masks.Mask, joined: type[And] = And) -> Iterator[tw.masks.Mask]:
-    """The masks that all must allow a pair; joined=Or: those of which one must, too."""
+    """Yield the masks that make up `mask` by And, all of which must allow a pair.
+
+    Args:
+        joined: Or: take masks joined by Or apart, too.
+    """
     if isinstance(mask, And) and (joined is Or or not isinstance(mask, Or)):
         yield from parts(mask.a, joined)
         yield from parts(mask.b, joined)

@@ -82,7 +82,11 @@ def _looked_up(embedding: Any, mask: LayerMask, input_ids: Tensor, _: Any) -> Te
 
 
 def _convolved(layer: Any, mask: LayerMask, x: Tensor, _: Any) -> Tensor:
-    """In place of a layer's convolution: silu of the sum of its taps."""
+    """Replace a layer's dilated convolution: x [batch, rows, channels] -> silu of the sum of its
+    taps.
+
+    The rows before this rank's pieces are fetched from their owners.
+    """
     rows, conv = mask.cp.layout.size(mask.cp.rank), layer.conv1d
     (width,), (dilation,) = conv.kernel_size, conv.dilation
     taps, _ = _rows_before(mask, x[:, :rows], range(dilation * (width - 1), -1, -dilation))

@@ -28,7 +28,9 @@ FLAT_IMAGES = (
 
 
 def rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
-    """Those of all layers, or of each type of layer."""
+    """Yield the RoPE parameters of a configuration: one for all layers, or one for each type of
+    layer.
+    """
     found = getattr(config, "rope_parameters", None) or {}
     for one in (found,) if "rope_type" in found else found.values():
         if isinstance(one, dict) and "rope_type" in one:
@@ -99,7 +101,7 @@ def _depends(rope_type: str) -> bool:
 
 
 def _regime(config: Any, length: int) -> list[int | bool]:
-    """Return the part of a length on which the frequencies depend."""
+    """Return what the RoPE frequencies depend on at a length: equal values, equal frequencies."""
     return [
         length > rope["original_max_position_embeddings"]
         if rope["rope_type"] == "longrope"

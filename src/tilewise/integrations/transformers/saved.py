@@ -25,7 +25,7 @@ def not_compiled(hook: Hook) -> Hook:
 
 
 class NotSaved:
-    """A value that is kept on a split model; where the model is unpickled it is None."""
+    """Base class of values of a split model that are pickled as None."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -79,7 +79,10 @@ def is_split(model: Any) -> bool:
 
 
 def use_split_attention(base: Any, name: str) -> None:
-    """Make a model's text model call the attention of a name; keep the name of the one before."""
+    """Make a text model call the attention that is registered under a name.
+
+    The name of its attention before is kept, by which it can run unsplit.
+    """
     text = base.config.get_text_config(decoder=True)
     before = _unsplit(base, text._attn_implementation)
     _share_config(base, text)

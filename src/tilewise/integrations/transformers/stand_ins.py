@@ -25,8 +25,9 @@ from tilewise.integrations.transformers.saved import Shared, is_split, not_compi
 
 
 class _Open(threading.local):
-    """Contexts of the hooked models that run in this thread, the innermost last: each is closed
-    when its model ends.
+    """Contexts of the hooked models that run in this thread, the innermost last.
+
+    Each context is closed when its model ends.
     """
 
     def __init__(self) -> None:

@@ -341,7 +341,13 @@ def lightning(  # noqa: PLR0913 - what the layer has, and the split
 
 
 def _reading(read: Tensor | None, equation: str) -> Callable[[Tensor], Tensor] | None:
-    """The function from the state before a piece to what it adds; None where that is 0."""
+    """Return the function from the state before a piece to what that state adds to the piece's
+    results.
+
+    Args:
+        read: the tensor by which tokens read the state; None: they read nothing, returns None.
+        equation: of einsum, for read and state.
+    """
     if read is None:
         return None
     return lambda state: torch.einsum(equation, read.to(state.dtype), state)

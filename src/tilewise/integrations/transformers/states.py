@@ -83,7 +83,9 @@ def _convolution(
 
 
 def _declined(*_: Any) -> None:
-    """A kernel that takes convolution, scan and projections in one: layers go on without it."""
+    """Stand for a fused kernel of convolution, scan and projections; None lets the layer do
+    without.
+    """
 
 
 def _refused(name: str) -> Callable[..., Any]:
@@ -251,7 +253,7 @@ def documents_of_call(config: Any) -> tuple[int, ...] | None:
 
 
 class _TokensMask(LayerMask):
-    """A padding mask of layers that carry a state, which tells them of documents."""
+    """A padding mask for layers that carry a state: no token is padding; it has the documents."""
 
     def bool(self) -> Tensor:
         return torch.tensor(True)  # no token of a split call is padding
@@ -276,7 +278,9 @@ def split_call(
 
 @cache
 def _called(layer_class: type[nn.Module]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
-    """The functions that a layer calls and that can be split: globals, and names in them."""
+    """Return the splittable functions that a layer calls: the globals that hold them, and their
+    names.
+    """
     read = names_read(layer_class)
     found = getattr(inspect.unwrap(layer_class.forward), "__globals__", {})
     names = tuple(x for x in FUNCTIONS if x in read and x in found)
@@ -296,7 +300,9 @@ def _names(code: CodeType) -> set[str]:
 
 
 class _Replaced:
-    """Names of modules that stand for functions of ours while a thread needs it."""
+    """Replaces functions of modules by ours for as long as some thread needs it, and counts the
+    users.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -431,7 +437,9 @@ def _lightning(
     projected: list[Tensor],
     out: Tensor,
 ) -> Tensor:
-    """The norm behind MiniMax's attention, of the right results in place of this rank's own.
+    """Return MiniMax's attention over the split sequence, through the norm that follows it.
+
+    It takes the place of the result of this rank's rows alone.
 
     Args:
         projected: what the layer projected to q, k and v.

@@ -140,12 +140,13 @@ def packed(
 
 
 def labels_of_rows(rows: PackedRows, labels: Tensor, *, shift: bool) -> tuple[Tensor, Tensor]:
-    """The label that each token of the packed row predicts, [1, num_tokens], and those of the
-    whole batch [rows, columns].
+    """Return the labels that the tokens of the packed row predict.
 
     Args:
         labels: [rows, columns].
         shift: a token predicts the label of the next column; False: its own.
+    Returns:
+        labels of the packed row, [1, num_tokens]; and of the whole batch, [rows, columns].
     Raises:
         ValueError: if a label would be predicted from padding.
     """

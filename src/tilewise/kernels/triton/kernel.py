@@ -142,7 +142,9 @@ class TritonSlices(ProvidedKernel):
 
 @dataclass(frozen=True)
 class DeterministicTritonSlices(TritonSlices):
-    """The same bits each time, by a name of its own: to be chosen, and measured, as a kernel."""
+    """The slice kernel that gives the same bits each time; its own name lets it be chosen and
+    measured.
+    """
 
     deterministic: bool | None = True
     name = "triton_deterministic"
@@ -150,7 +152,12 @@ class DeterministicTritonSlices(TritonSlices):
 
 @dataclass(frozen=True)
 class _Launch:
-    """One kernel over the work of a call, added to what is there or written over it."""
+    """Launches one Triton kernel on all work of a call, with its blocks and lists of work.
+
+    Attributes:
+        add: add to the tensors that are there; False: write over them.
+        of_keys: a program computes a block of keys; False: a block of rows.
+    """
 
     blocks: LaunchBlocks
     call: KernelCall
@@ -252,7 +259,14 @@ def _stating(
 def _placed(
     call: KernelCall, own: int, others: int, of_keys: bool, device: torch.device
 ) -> tuple[tuple[Lists, int], Lists]:
-    """A call's lists and how many of their items have work; the lists again, as tensors."""
+    """Move the work lists of a call to a device.
+
+    Args:
+        own, others: sizes of blocks of the side of a program, and of the other side.
+        of_keys: a program computes a block of keys; False: a block of rows.
+    Returns:
+        (the lists, how many of their items have work); and the lists again.
+    """
     work = work_list(call, own, others, of_keys)
     lists = Lists(*(torch.from_numpy(x).to(device) for x in (work.items, *work[2:])))
     return (lists, work.num_busy), lists

@@ -33,7 +33,7 @@ class KernelLaunch(NamedTuple):
 
 
 class _Known:
-    """What Triton compiled for a kind, None before its first launch, and the launch."""
+    """The compiled kernel of one kind of launch (None before the first one), and its launch."""
 
     __slots__ = ("found",)
 

@@ -88,7 +88,14 @@ def differentiate(
 
 
 def _lists(places: Tensor) -> tuple[Tensor, Tensor]:
-    """Lists as kernels read them, and of each [first, end) outside of which it names no row."""
+    """Return lists of rows as kernels read them.
+
+    Args:
+        places: row numbers [queries, length], -1 for none.
+    Returns:
+        int32 [queries, length]; and int32 [queries, 2], the first column and the end of what is not
+        -1.
+    """
     lists = places.to(torch.int32).contiguous()
     length = lists.shape[1]
     columns = torch.arange(length, dtype=torch.int32, device=lists.device)

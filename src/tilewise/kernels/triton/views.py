@@ -26,8 +26,9 @@ def view_of(x: Tensor) -> TensorView:
 
 
 def in_steps(views: Sequence[TensorView | Tensor]) -> tuple[list[TensorView | Tensor], int]:
-    """The same with strides of rows in units of a step: numbers, in up to 16 bytes of the first,
-    that divide all of them.
+    """Return the views with strides of rows counted in steps, and the numbers of a step.
+
+    A step is the most numbers, at most 16 bytes of the first view, that divide all strides.
 
     Triton itself sees only whether a stride is a multiple of 16 numbers. Rows on the wire are
     padded to 16 bytes, 8 numbers of 2: without a step they would be loaded number by number.

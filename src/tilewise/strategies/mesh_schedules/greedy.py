@@ -151,14 +151,16 @@ class Pacer:
         return True
 
     def _rather_waits(self, moves: list[Need]) -> bool:
-        """Return whether a transfer follows soon on the same way, so that posting it waits."""
+        """Return whether to post a transfer later, because one on the same way ends soon."""
         if not self._possible(moves):
             return False
         ends_soon = self.port.seconds_left() <= self.pace.block * self.pace.patience
         return bool(ends_soon and self.port.queues[moves[-1][0][0] % 2])
 
     def _saves(self) -> bool:
-        """Return whether the next block is kept for later, while shards are under way."""
+        """Return whether to compute the next block later: no partial awaits it, and shards still
+        arrive.
+        """
         arriving = any(kind < 2 for queue in self.port.queues for (kind, _), _ in queue)
         few_unawaited = self.unawaited <= self.pace.saved
         return bool(arriving and few_unawaited and self.ready and self.ready[0][0] == NEVER)
@@ -225,8 +227,12 @@ def orders(
 def _passing(
     shape: tuple[int, int], costs: ShardWeights, side: int, slots: int, leaning: int
 ) -> Order | None:
-    """An order in which all shards of the other side stay, and at most `slots` of this side, beside
-    the rank's own.
+    """Return an order that holds few shards of one side; all shards of the other side stay.
+
+    Args:
+        side: the side whose shards pass through.
+        slots: how many shards of that side may be held beside the rank's own.
+        leaning: index of the order of receives to start from; None is returned if there is none.
     """
     length = shape[side]
     slots = min(slots, length - 1)
@@ -271,10 +277,14 @@ def _grown(rows: int, columns: int, q: float, kv: float) -> Iterator[Move]:
 
 
 def _send_orders(shape: tuple[int, int], costs: ShardWeights) -> Iterator[tuple[Need, ...]]:
-    """Different ways to send all partials, the likeliest first.
+    """Yield orders in which to send all partials, the likeliest first.
 
-    Of two sides: receiving them in time reversed, for several factors, and one side in a row, with
-    the other before, after or around it.
+    If only one side has partials there is one order. With partials of both sides it yields the
+    orders of receiving in reverse, for several weights of KV; then one side without a break, with
+    the other side before, after or around it.
+
+    Args:
+        shape: query and KV shards of the tile.
     """
     rows, columns = shape[0] - 1, shape[1] - 1
     if not (costs.q_partial and costs.kv_partial):
@@ -294,7 +304,7 @@ def _send_orders(shape: tuple[int, int], costs: ShardWeights) -> Iterator[tuple[
 
 
 def _sends(sides: Iterable[int]) -> tuple[Need, ...]:
-    """Partials by local index, of these sides one after the other."""
+    """Return the partials to send, one of each side named in `sides`, in local order."""
     num_sent, needs = [0, 0], list[Need]()
     for side in sides:
         num_sent[side] += 1
@@ -325,7 +335,10 @@ TRIED, TRIED_BLOCKS = 150, 3072
 def greedy_tile_steps(
     shape: tuple[int, int], costs: ShardWeights, held: int | None = None, pace: float | None = None
 ) -> TileSteps:
-    """The steps of a tile that are nowhere far from the best, or the best found for one pace.
+    """Return the best schedule of a tile among many candidates.
+
+    It is the one whose time is least above the best candidate's, in the worst case over several
+    ratios of compute to communication (pace), or at one pace if that is given.
 
     Args:
         shape: query and KV shards of the tile.

@@ -127,7 +127,7 @@ LEVEL = Balance()
 
 
 class PackingLimits(NamedTuple):
-    """Parameters of packing components into ranks; areas are shares of the mean."""
+    """Parameters of packing components into ranks; areas are shares of a rank's mean area."""
 
     slack: float  # over the mean that a rank's area may be
     scale: float  # rows kept for one rank of a long component, of the most that it may want
@@ -137,10 +137,12 @@ class PackingLimits(NamedTuple):
 def attempt(
     tables: Sequence[RegionTable], n: int, kv_bytes: float, variant: PackingLimits
 ) -> Placement:
-    """Place the components of any mask, given in the order of their rows.
+    """Place the components of any mask on n ranks.
 
     Args:
-        kv_bytes: bytes of a row's k and v beside those of its q.
+        tables: of the components, in the order of their rows.
+        kv_bytes: bytes of a row's k and v relative to those of its q.
+        variant: limits within which components are packed.
     """
     slack, scale, fill = variant
     lengths = np.array([t.length for t in tables])
@@ -203,12 +205,16 @@ def _orders(share: Share) -> list[tuple[int, ...]]:
 
 
 def _permuted(share: Share, order) -> Share:
-    """The same share with its ranks in another order."""
+    """Return the same share with its ranks in another order."""
     return Share(share.document, *(tuple(values[i] for i in order) for values in share[1:]))
 
 
 def _seat(share: Share, tree: Cut | None, table: RegionTable, mean: float) -> Share:
-    """Give regions on the diagonal to ranks that may own more rows, among shares of like area."""
+    """Assign a document's regions so that ranks with room for more rows get regions on the
+    diagonal.
+
+    Only shares of about the same area are exchanged.
+    """
     regions = apply(tree, table, share.areas, mean)
     diagonal = [min(r.q1, r.k1) - max(r.q0, r.k0) for r, _ in regions]
     large_shares = [i for i, a in enumerate(share.areas) if a > 0.75 * max(share.areas)]

@@ -80,7 +80,11 @@ class RoutedWork(NamedTuple):
     def of(
         cls, work: ShardOwners, kv_bytes: float, balance: Balance, areas: np.ndarray | None = None
     ) -> RoutedWork:
-        """areas: by rank; None: looked up."""
+        """Return the work with the transfers that it needs, and what ranks receive.
+
+        Args:
+            areas: allowed pairs by rank; None: counted here.
+        """
         flows, n = flows_of(work), len(work.cells)
         load = received(flows, n, kv_bytes)
         areas = areas_of(work) if areas is None else areas
@@ -103,7 +107,10 @@ def _rank(
 
 
 def _better(choices: list[RoutedWork], own_queries: RoutedWork) -> RoutedWork:
-    """The most level choice that moves least; never more than own_queries if that is as level."""
+    """Return the choice with the most level work, and among these the one that moves least.
+
+    It never moves more than own_queries, unless own_queries is less level.
+    """
     allowed_choices = [
         c for c in choices if c.total <= own_queries.total or c.rank[0] < own_queries.rank[0]
     ]
@@ -167,7 +174,10 @@ class PlacedPlans(NamedTuple):
 def _least(
     mask: Mask, layout: Layout, kv_bytes: float, balance: Balance
 ) -> tuple[tuple[int, float], RoutedWork | None]:
-    """The best rank on a layout and its choice; None stands for the causal triangle's own plan."""
+    """Return the best choice for a layout, after its score (how level, how much it moves).
+
+    The choice is None if the causal triangle's own plan is best.
+    """
     chosen = _choice(mask, layout, kv_bytes, balance)
     if suits(mask, layout):
         load, areas = triangle_loads(layout, kv_bytes)

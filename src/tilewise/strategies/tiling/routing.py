@@ -191,7 +191,13 @@ def touching(transfers: Sequence[Any], n: int) -> list[list[Any]]:
 
 
 def _steps(rank: int, touching: list[RoutedTransfer], cells: Cells, last_step: int):
-    """One rank's part: its transfers and its tiles; last: the step by which operands are there."""
+    """Return one rank's steps: its transfers and its tiles.
+
+    Args:
+        touching: transfers that the rank sends or receives.
+        cells: pairs of shards that it computes.
+        last_step: step by which all operands have arrived; partials leave after it.
+    """
     s, arrived = RankBuilder(rank), ({}, {})
     for transfer in touching:
         side, role, shard, _ = transfer.item
@@ -208,7 +214,14 @@ def _steps(rank: int, touching: list[RoutedTransfer], cells: Cells, last_step: i
 
 
 def _tiles(cells: Cells, arrived: tuple[dict[int, int], dict[int, int]], last_step: int):
-    """(step, q shards, kv shards): cells of like readiness together, each once."""
+    """Return tiles as (step, q shards, KV shards), each cell in one of them.
+
+    Cells whose operands are there at the same step, and that have the same KV shards, make one
+    tile.
+
+    Args:
+        arrived: by side, the step from which each received shard can be read.
+    """
     q_at, kv_at = arrived
     latest_arrival = max((*q_at.values(), *kv_at.values()), default=0)
     groups: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)

@@ -189,7 +189,12 @@ def unpacked(name: str, x: Any, num_parts: int) -> Sequence[Any]:
 def in_parts(
     x: Tensor, n: int, ndim: int, layout: Callable[[int, int], tw.Layout] = tw.contiguous
 ) -> tw.Layout:
-    """The layout of whole sequences of which this rank has x's rows, as each of n ranks has."""
+    """Return the layout of the whole sequence, when every one of n ranks has as many rows as x.
+
+    Args:
+        ndim: number of dimensions that x must have: [(batch,) rows, heads, head_dim].
+        layout: makes the layout of (num_tokens, n).
+    """
     if x.ndim != ndim:
         batch = "batch, " * (ndim > 3)
         raise ValueError(f"x is {list(x.shape)}, but must be [{batch}rows, heads, head_dim]")

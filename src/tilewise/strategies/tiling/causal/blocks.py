@@ -152,7 +152,10 @@ def _halves(
 
 
 def _above_antidiagonal(chunks: int, rows: list[int], cols: list[int]) -> np.ndarray:
-    """Cells of each block of the square that are the row strips'; those on the line go in turn."""
+    """Count the cells of each block (row strip x column strip) that lie above the antidiagonal.
+
+    Cells on the line are given in turn to the row strips and to the column strips.
+    """
     if len(cols) < 2:
         return np.zeros((len(rows) - 1, 0), np.int64)
     i = np.arange(rows[0], rows[-1])[:, None] - rows[0]
@@ -247,7 +250,12 @@ def _take(pieces: list[Rect], edges: tuple[int, ...]) -> list[list[Rect]]:
 
 
 def _fill(full: list[Rect], bounds: np.ndarray, snap: float) -> list[list[Rect]]:
-    """Cut a row of rectangles of one height into runs that end at the given areas."""
+    """Cut a row of rectangles of one height into one run of rectangles for each rank.
+
+    Args:
+        bounds: area at which each run ends, counted from the start of the row.
+        snap: area by which a cut may be wrong if that saves cutting a column, as in `cut_columns`.
+    """
     runs: list[list[Rect]] = [[] for _ in bounds]
     rank, area_so_far = 0, 0.0
     queue = list(reversed(full))
