@@ -17,6 +17,7 @@ from benchmarks.study.controls import controls
 from benchmarks.study.measured import measured
 from benchmarks.study.memory import memory
 from benchmarks.study.parts import journal
+from benchmarks.study.printed import WIDTH, print_study
 from benchmarks.study.published import published
 from benchmarks.study.simulated import masks, model, scaling, schedules, tiles
 from benchmarks.study.stress import stress
@@ -42,7 +43,6 @@ from tilewise_tools.cli.output import (
     print_json,
     refusing_bad_input,
     table_console,
-    table_of,
     write_output,
 )
 from tilewise_tools.doctor import require
@@ -162,14 +162,9 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
     if options.as_json:
         print_json(as_json)
         return
-    console = table_console(160)
+    console = table_console(WIDTH)
     for table in tables:
-        console.print(f"[bold]{table.title}[/]")
-        console.print(table.about, markup=False, highlight=False)
-        drawn = table_of(*table.units, no_wrap=False)
-        for row in table.texts():
-            drawn.add_row(*row)
-        console.print(drawn)
+        print_study(table, console)
 
 
 OWN_OPTIONS = MappingProxyType(
