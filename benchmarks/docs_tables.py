@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import planner_choices
 from benchmarks.study.__main__ import STUDIES
+from tilewise.integrations.diffusers.models import MODELS
 
 ROOT = Path(__file__).parents[1]
 Record = dict[str, Any]
@@ -286,12 +287,30 @@ def _scaling(tables: Tables) -> list[str]:
     return lines_of(["TFLOP/s of one device, causal, forward / backward", *ranks], rows)
 
 
+def _diffusers(tables: Tables) -> list[str]:
+    header = ["model", "plan", "attention that stays diffusers'", "whole on every rank", "refused"]
+    return lines_of(header, [list(row.values()) for row in tables["diffusers"]])
+
+
+def _diffusers_rows() -> Iterator[Record]:
+    for name, one in MODELS.items():
+        layers = [layer for layer, attends in one.layers.items() if attends is None]
+        refused = [f"`{setting}={value!r}`" for setting, value, _ in one.refused]
+        yield {
+            "model": f"`{name}`",
+            "plan": "of diffusers" if one.cuts is None else "of tilewise",
+            "layers": ", ".join(f"`{layer}`" for layer in layers),
+            "whole": ", ".join(f"`{module}`" for module in one.whole_outputs),
+            "refused": ", ".join(refused),
+        }
+
+
 class DocsTable(NamedTuple):
     """A table of a page.
 
     Attributes:
         study: that has its rows; or "papers", which is benchmarks/papers.py; or "choices", the file
-            that benchmarks/planner_choices.py --write has written.
+            that benchmarks/planner_choices.py --write has written; or "code", a table of the code.
     """
 
     page: str
@@ -318,6 +337,7 @@ TABLES = MappingProxyType(
         "times": DocsTable("papers.md", "papers", _times),
         "grids": DocsTable("papers.md", "papers", _grids),
         "scaling": DocsTable("papers.md", "papers", _scaling),
+        "diffusers": DocsTable("integrations/diffusers.md", "code", _diffusers),
     }
 )
 
@@ -327,6 +347,8 @@ def rows_of(studies: Sequence[str]) -> Tables:
     found: Tables = {}
     if "papers" in studies:
         found["papers"] = _run(["benchmarks/papers.py", "--json"])
+    if "code" in studies:
+        found["diffusers"] = [*_diffusers_rows()]
     if "choices" in studies:
         choices = planner_choices.read(planner_choices.STORED)
         found["choices"] = [case._asdict() | made._asdict() for case, made in choices.items()]

@@ -51,8 +51,16 @@ def test_an_old_page_is_named_and_an_unknown_table_refused(
     assert run("--only", "measured", "--check") == (0, "all tables are those of the commands\n")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("study", ["controls", "model", "stress", "video", "published"])
+@pytest.mark.parametrize(
+    "study",
+    [
+        "code",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("controls", "model", "stress", "video", "published")
+        ),
+    ],
+)
 def test_the_pages_tables_are_those_of_the_studies(study: str):
     tables = rows_of([study])
     for name, table in TABLES.items():
