@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -190,6 +192,19 @@ def test_llama_4_counts_no_places_in_a_tree():
     make = lambda name: build("llama4", name, no_rope_layers=[0] * 4)  # noqa: E731
     text = refusal(lambda cp, m: m(**plain(cp)), make, mask=tree)
     assert "attn_temperature_tuning counts a token's place in its document" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "message"),
+    [
+        ("llama4", [((0, 22), (0, 22), "causal")], r"a layer asks for .*use a model whose layers"),
+        ("gemma3", [((0, 22), (0, 22), "full")], "these 1 slices are not those of a tree"),
+    ],
+)
+def test_layers_that_no_tree_serves_are_refused(name: str, slices: Any, message: str):
+    """Chunks; and windows in Slices that are no tree's, whose paths nobody knows."""
+    text = refusal(lambda cp, m: m(**plain(cp)), partial(build, name), mask=tw.Slices(slices))
+    assert re.search(message, text)
 
 
 def test_a_model_beside_transformers_attention_interface_is_refused():
