@@ -9,6 +9,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->` on its page.
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 from benchmarks import planner_choices
 from benchmarks.study.__main__ import STUDIES
 from tilewise.integrations.diffusers.models import MODELS
+from tilewise.integrations.transformers import refusals
 
 ROOT = Path(__file__).parents[1]
 Record = dict[str, Any]
@@ -305,6 +307,25 @@ def _diffusers_rows() -> Iterator[Record]:
         }
 
 
+def _refusals(tables: Tables) -> list[str]:
+    header = ["of", "message", "what to do", ""]
+    return lines_of(header, [list(row.values()) for row in tables["refusals"]])
+
+
+def _refusals_rows() -> Iterator[Record]:
+    tables = {
+        "Trainers": refusals.TRAINERS,
+        "parallelism": (*refusals.SIZES, *refusals.LAUNCHERS, *refusals.LOADERS),
+        "models": refusals.MODELS,
+        "adapters": refusals.ADAPTERS,
+    }
+    for of, rows in tables.items():
+        for one in rows:
+            message = re.sub(r"\{.*?\}", "...", one.message)
+            later = "not now" if one.later else ""
+            yield {"of": of, "message": message, "instead": one.instead, "later": later}
+
+
 class DocsTable(NamedTuple):
     """A table of a page.
 
@@ -338,6 +359,7 @@ TABLES = MappingProxyType(
         "grids": DocsTable("papers.md", "papers", _grids),
         "scaling": DocsTable("papers.md", "papers", _scaling),
         "diffusers": DocsTable("integrations/diffusers.md", "code", _diffusers),
+        "refusals": DocsTable("integrations/trainers.md", "code", _refusals),
     }
 )
 
@@ -348,7 +370,7 @@ def rows_of(studies: Sequence[str]) -> Tables:
     if "papers" in studies:
         found["papers"] = _run(["benchmarks/papers.py", "--json"])
     if "code" in studies:
-        found["diffusers"] = [*_diffusers_rows()]
+        found |= {"diffusers": [*_diffusers_rows()], "refusals": [*_refusals_rows()]}
     if "choices" in studies:
         choices = planner_choices.read(planner_choices.STORED)
         found["choices"] = [case._asdict() | made._asdict() for case, made in choices.items()]

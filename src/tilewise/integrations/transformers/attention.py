@@ -28,8 +28,8 @@ from tilewise.integrations.transformers.masks import (
     parts,
     read_mask,
     refused_keyword,
-    refused_model,
 )
+from tilewise.integrations.transformers.refusals import refused_model
 from tilewise.integrations.transformers.replay import handed_in
 from tilewise.integrations.transformers.rope import RopeLengths
 from tilewise.masks.base import as_ints
