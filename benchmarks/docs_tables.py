@@ -9,6 +9,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->` on its page.
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 
 from benchmarks import planner_choices
 from benchmarks.study.__main__ import STUDIES
+from tilewise.integrations.diffusers.models import MODELS
+from tilewise.integrations.transformers import refusals
 
 ROOT = Path(__file__).parents[1]
 Record = dict[str, Any]
@@ -286,12 +289,49 @@ def _scaling(tables: Tables) -> list[str]:
     return lines_of(["TFLOP/s of one device, causal, forward / backward", *ranks], rows)
 
 
+def _diffusers(tables: Tables) -> list[str]:
+    header = ["model", "plan", "attention that stays diffusers'", "whole on every rank", "refused"]
+    return lines_of(header, [list(row.values()) for row in tables["diffusers"]])
+
+
+def _diffusers_rows() -> Iterator[Record]:
+    for name, one in MODELS.items():
+        layers = [layer for layer, attends in one.layers.items() if attends is None]
+        refused = [f"`{setting}={value!r}`" for setting, value, _ in one.refused]
+        yield {
+            "model": f"`{name}`",
+            "plan": "of diffusers" if one.cuts is None else "of tilewise",
+            "layers": ", ".join(f"`{layer}`" for layer in layers),
+            "whole": ", ".join(f"`{module}`" for module in one.whole_outputs),
+            "refused": ", ".join(refused),
+        }
+
+
+def _refusals(tables: Tables) -> list[str]:
+    header = ["of", "message", "what to do", ""]
+    return lines_of(header, [list(row.values()) for row in tables["refusals"]])
+
+
+def _refusals_rows() -> Iterator[Record]:
+    tables = {
+        "Trainers": refusals.TRAINERS,
+        "parallelism": (*refusals.SIZES, *refusals.LAUNCHERS, *refusals.LOADERS),
+        "models": refusals.MODELS,
+        "adapters": refusals.ADAPTERS,
+    }
+    for of, rows in tables.items():
+        for one in rows:
+            message = re.sub(r"\{.*?\}", "...", one.message)
+            later = "not now" if one.later else ""
+            yield {"of": of, "message": message, "instead": one.instead, "later": later}
+
+
 class DocsTable(NamedTuple):
     """A table of a page.
 
     Attributes:
         study: that has its rows; or "papers", which is benchmarks/papers.py; or "choices", the file
-            that benchmarks/planner_choices.py --write has written.
+            that benchmarks/planner_choices.py --write has written; or "code", a table of the code.
     """
 
     page: str
@@ -318,6 +358,8 @@ TABLES = MappingProxyType(
         "times": DocsTable("papers.md", "papers", _times),
         "grids": DocsTable("papers.md", "papers", _grids),
         "scaling": DocsTable("papers.md", "papers", _scaling),
+        "diffusers": DocsTable("integrations/diffusers.md", "code", _diffusers),
+        "refusals": DocsTable("integrations/trainers.md", "code", _refusals),
     }
 )
 
@@ -327,6 +369,8 @@ def rows_of(studies: Sequence[str]) -> Tables:
     found: Tables = {}
     if "papers" in studies:
         found["papers"] = _run(["benchmarks/papers.py", "--json"])
+    if "code" in studies:
+        found |= {"diffusers": [*_diffusers_rows()], "refusals": [*_refusals_rows()]}
     if "choices" in studies:
         choices = planner_choices.read(planner_choices.STORED)
         found["choices"] = [case._asdict() | made._asdict() for case, made in choices.items()]

@@ -35,6 +35,7 @@ from transformers.models.auto.modeling_auto import (
 from benchmarks.peers import ringmaster_models
 from tilewise.integrations.transformers.check import refusal
 from tilewise.integrations.transformers.labels import is_masked
+from tilewise.integrations.transformers.refusals import MODELS
 
 PAGE = Path(__file__).parents[1] / "docs" / "integrations" / "huggingface_models.md"
 RIGHT, OWN_LOSS, REFUSED, UNKNOWN = "exact", "exact, own loss", "refused", "not known"
@@ -89,6 +90,15 @@ REASONS = {
     r"(\w+)=Tensor cannot be honoured": "attention with {}",
     "cross attention": "cross attention",
     "not the unsplit model": "another result when split",
+    "whether they are of an image": "a mask of images beside the text",
+}
+# What to do about reasons that are none of refusals.MODELS.
+INSTEAD = {
+    r"(\w+)=Tensor cannot be honoured": "use a model whose attention takes none",
+    "mask of its own": "use a model that asks transformers' mask interface",
+    "mask function (\\w+)": "use a model with [masks that tilewise reads](huggingface.md)",
+    "not the unsplit model": "train it unsplit: the error names the tensor that differs",
+    "whether they are of an image": "pass `token_type_ids` of the whole sequence to `hf.shard`",
 }
 
 
@@ -124,8 +134,10 @@ checkpoint. Your configuration may be another; [`check_model`](huggingface.md) a
 
 ## Why models are refused
 
-| for | models |
-|---|---|
+All that a Trainer refuses, kinds of models too, is in [one table](trainers.md#what-is-refused).
+
+| for | what to do | models |
+|---|---|---|
 {refused}
 
 No tiny model of these runs here, so `check_model` refuses them, and says why:
@@ -248,13 +260,22 @@ def short(reason: str) -> str:
     return reason
 
 
+def instead(reason: str) -> str:
+    """What to do about a model that is refused for a reason."""
+    for pattern in REASONS:
+        if re.search(pattern, reason):
+            rows = (one.instead for one in MODELS if re.search(pattern, one.message))
+            return next(rows, None) or INSTEAD[pattern]
+    raise ValueError(f"no words say what to do about {reason!r}; add it to REASONS")
+
+
 def page(rows: Sequence[Row]) -> str:
     """The rows as a page of the documentation."""
     rows = sorted(rows)
-    by_reason: Mapping[str, list[str]] = defaultdict(list)
+    by_reason: Mapping[tuple[str, str], list[str]] = defaultdict(list)
     for one in rows:
         if one.outcome == REFUSED:
-            by_reason[short(one.reason)].append(one.model)
+            by_reason[short(one.reason), instead(one.reason)].append(one.model)
     refused = sorted(by_reason.items(), key=lambda item: -len(item[1]))
     right = {one.model for one in rows if one.outcome in (RIGHT, OWN_LOSS)}
     theirs = {one.model for one in rows if one.ringmaster == ringmaster_models.EXACT}
@@ -273,7 +294,9 @@ def page(rows: Sequence[Row]) -> str:
         ringmaster_of_refused=len(theirs & ruled_out),
         num_wrong=sum(one.ringmaster == ringmaster_models.WRONG for one in rows),
         rows="\n".join(map(_line, rows)),
-        refused="\n".join(f"| {reason} | {', '.join(models)} |" for reason, models in refused),
+        refused="\n".join(
+            f"| {' | '.join(why)} | {', '.join(models)} |" for why, models in refused
+        ),
         unknown="\n".join(
             f"| {one.model} | {one.reason.split(chr(10))[0]} |"
             for one in rows

@@ -362,7 +362,9 @@ def as_array(name: str, values: Any, dims: int = 1, most: int = MOST_IN_ARRAY) -
     check_count(name, values, math.prod(x for x in shape if type(x) is int), most)
     try:
         return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
-    except (ValueError, RuntimeError) as error:  # rows of other lengths; a tensor without numbers
+    except ValueError:
+        raise TypeError("its rows must all have the same length") from None
+    except RuntimeError as error:  # a tensor without numbers
         raise TypeError(str(error)) from None
 
 

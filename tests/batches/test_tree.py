@@ -197,29 +197,76 @@ def test_wrong_logits_and_layouts_are_refused_on_every_rank():
     assert first == second
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_a_model_of_transformers_runs_over_a_tree(world_size):
+def test_a_window_of_a_tree_counts_tokens_along_each_path():
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        sequences = drawn_sequences(rng, int(rng.integers(1, 12)))
+        tree = tw.Tree.from_sequences(sequences)
+        every = range(tree.num_tokens)
+        for left in range(max(map(len, sequences)) + 1):
+            want = np.zeros((tree.num_tokens, tree.num_tokens), bool)
+            for i in range(tree.num_sequences):
+                rows = tree.rows(i).numpy()
+                apart = np.subtract.outer(np.arange(len(rows)), np.arange(len(rows)))
+                want[np.ix_(rows, rows)] |= (apart >= 0) & (apart <= left)
+            mask = tree.mask.windowed(left)
+            np.testing.assert_array_equal(mask.dense(every, every), want)
+            assert mask.area((0, tree.num_tokens), (0, tree.num_tokens)) == want.sum()
+
+
+@pytest.mark.parametrize(
+    "slices",
+    [
+        [((1, 4), (1, 4), "causal")],
+        [((0, 4), (0, 4), "full")],
+        [((0, 4), (0, 4), "causal"), ((4, 8), (0, 4), "full")],
+        [((0, 4), (0, 4), "causal"), ((4, 8), (4, 8), "causal"), ((5, 8), (0, 4), "full")],
+        [((0, 4), (0, 4), "causal"), ((4, 8), (4, 8), "causal"), ((4, 8), (1, 4), "full")],
+    ],
+)
+def test_windows_of_slices_that_are_no_tree_are_refused(slices):
+    with pytest.raises(ValueError, match=f"these {len(slices)} slices are not those of a tree"):
+        tw.Slices(slices).windowed(2)
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCABULARY}
+WINDOWED = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+CONFIGS = {
+    "Qwen3Config": {"num_hidden_layers": 2},
+    "Gemma3TextConfig": {"num_hidden_layers": 2, "query_pre_attn_scalar": 8, **WINDOWED},
+    "MistralConfig": {"num_hidden_layers": 2, "sliding_window": 4},
+    "GptOssConfig": {
+        **{"num_hidden_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1, **WINDOWED},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "strategy"),
+    [
+        pytest.param("Qwen3Config", 1, "auto", marks=pytest.mark.slow),
+        *(("Qwen3Config", 4, "auto"), ("Gemma3TextConfig", 3, "auto")),
+        *(("Gemma3TextConfig", 2, "ring"), ("MistralConfig", 2, "auto")),
+        ("GptOssConfig", 3, "auto"),
+    ],
+)
+def test_a_model_of_transformers_runs_over_a_tree(name, world_size, strategy):
     transformers = pytest.importorskip("transformers")
     from tilewise.integrations import hf
 
-    def made(attention: str) -> torch.nn.Module:
+    def made() -> Any:
         torch.manual_seed(0)
-        config = transformers.Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-        )
-        return transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention
-        ).double()
+        config = getattr(transformers, name)(**SIZES, **CONFIGS[name])
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        if name == "GptOssConfig":
+            model.set_experts_implementation("eager")  # the other multiplies no float64
+        return model.double()
 
     sequences = drawn_sequences(np.random.default_rng(3), 12)
     tree = tw.Tree.from_sequences(sequences)
-    whole, wanted = made("eager"), []
+    whole, wanted = made(), []
     for sequence in sequences:
         tokens = torch.tensor([sequence])
         logits = whole(input_ids=tokens, use_cache=False).logits[0]
@@ -228,8 +275,12 @@ def test_a_model_of_transformers_runs_over_a_tree(world_size):
 
     def run(rank: int, group: tw.Group) -> tuple[list[Tensor], list[Tensor]]:
         layout = tw.balanced(tree.mask, tree.num_tokens, world_size, chunk=1)
-        cp = tw.ContextParallel(group, num_tokens=tree.num_tokens, mask=tree.mask, layout=layout)
-        model = made(hf.register(cp, f"tree_of_{world_size}_{rank}"))
+        plan = tw.ring(world_size) if strategy == "ring" else "auto"
+        cp = tw.ContextParallel(
+            group, num_tokens=tree.num_tokens, mask=tree.mask, layout=layout, strategy=plan
+        )
+        model = made()
+        model.set_attn_implementation(hf.register(cp, f"tree_of_{name}_{world_size}_{rank}"))
         tokens, position_ids = tree.shard(cp)
         out = model(input_ids=tokens[None], position_ids=position_ids[None], use_cache=False)
         values = tree.log_probs(out.logits, cp)

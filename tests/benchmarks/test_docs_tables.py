@@ -51,8 +51,31 @@ def test_an_old_page_is_named_and_an_unknown_table_refused(
     assert run("--only", "measured", "--check") == (0, "all tables are those of the commands\n")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("study", ["controls", "model", "stress", "video", "published"])
+def test_every_reason_on_the_page_of_models_says_what_to_do():
+    hf_models = pytest.importorskip("benchmarks.hf_models", reason="needs transformers")
+    section = hf_models.PAGE.read_text().partition("## Why models are refused")[2]
+    lines = [line for line in section.partition("No tiny model")[0].splitlines() if "|" in line]
+    known = {one.instead for one in hf_models.MODELS} | {*hf_models.INSTEAD.values()}
+    assert hf_models.TEMPLATE.count(lines[0]) == 1 and len(lines) > 5
+    for line in lines[2:]:
+        _, instead, models = line.strip("| ").split(" | ")
+        assert instead in known and models, line
+    reason = "layers of type hybrid cannot be split by tilewise"
+    assert hf_models.instead(reason) == "use a model without them"
+    with pytest.raises(ValueError, match="no words say what to do about 'because'"):
+        hf_models.instead("because")
+
+
+@pytest.mark.parametrize(
+    "study",
+    [
+        "code",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("controls", "model", "stress", "video", "published")
+        ),
+    ],
+)
 def test_the_pages_tables_are_those_of_the_studies(study: str):
     tables = rows_of([study])
     for name, table in TABLES.items():

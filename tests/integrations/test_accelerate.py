@@ -298,6 +298,7 @@ def test_sizes_come_from_the_environment_of_the_launcher(monkeypatch):
         ({"cp_size": 2, "tp_size": 2}, r"cp_size \(2\) and tp_size \(2\) cannot both be above 1"),
         ({"cp_size": 2, "sp_size": 2}, r"cp_size \(2\) and sp_size \(2\) cannot both"),
         ({"cp_size": 2, "cp_handler": object()}, "cp_handler is of accelerate's own"),
+        ({"cp_size": 2, "strategy": [tw.ring(2)]}, r"strategy \(list\) has a plan for each layer"),
         ({"cp_size": 2, "strategy": tw.ring(4)}, "strategy is for 4 ranks, cp_size is 2"),
     ],
 )

@@ -228,26 +228,27 @@ def test_trainers_and_settings_that_cannot_be_split_are_refused_before_the_first
 
 
 def test_completions_are_counted_by_row_where_rows_were_split_after_parsing():
-    from tilewise.integrations.transformers.internals import count_completions, refused_completions
+    from tilewise.integrations.transformers.internals import count_completions
+    from tilewise.integrations.transformers.refusals import TRAINERS, refused
 
     given = {"per_device_train_batch_size": 4, "world_size": 4, "steps_per_generation": 2}
     args = SimpleNamespace(**given, generation_batch_size=32, num_generations=8)
     count_completions(args, 2)
     assert args.generation_batch_size == 16
-    rows = SimpleNamespace(num_processes=2)
-    assert refused_completions(args, rows) is None
+    trainer = SimpleNamespace(args=args, accelerator=SimpleNamespace(num_processes=2))
+    assert refused(TRAINERS, trainer) is None
     args.num_generations = 5
     text = r"num_generations \(5\) must divide the 16 completions .* \(4\) on 2 ranks .* \(2\)"
-    assert re.search(text, str(refused_completions(args, rows)))
+    assert re.search(text, str(refused(TRAINERS, trainer)))
     args.use_vllm = True
-    assert "use_vllm (True) cannot be honoured" in str(refused_completions(args, rows))
+    assert "use_vllm (True) cannot be honoured" in str(refused(TRAINERS, trainer))
 
 
 def test_trainers_that_nobody_tried_are_refused_by_name():
     from transformers import Seq2SeqTrainer
 
-    from tilewise.integrations.transformers.internals import refused_trainer
+    from tilewise.integrations.transformers.refusals import TRAINERS, refused
 
     trainer = Seq2SeqTrainer.__new__(Seq2SeqTrainer)
     trainer.args = None  # pyright: ignore
-    assert "Seq2SeqTrainer cannot split its rows" in str(refused_trainer(trainer))
+    assert "Seq2SeqTrainer cannot split its rows" in str(refused(TRAINERS, trainer))

@@ -174,7 +174,8 @@ def test_a_tree_is_refused():
     def on_rank(rank: int, group: Any) -> None:
         cp = tw.ContextParallel(group, num_tokens=40, mask=tree, layout=tw.contiguous(40, 2))
         model = hf.parallelize(copy.deepcopy(whole), cp, f"tree_{rank}")
-        with pytest.raises(ValueError, match=r"Slices \(of a tree, say\)"):
-            model(**hf.shard(cp, tokens))
+        rows = {"input_ids": cp.shard(tokens, 1), "position_ids": cp.position_ids[None]}
+        with pytest.raises(ValueError, match=r"compresses windows .* Slices \(a tree, say\)"):
+            model(**rows, use_cache=False)
 
     tw.loopback(2, on_rank)

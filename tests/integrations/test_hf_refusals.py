@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,7 +32,8 @@ from transformers import masking_utils as mu
 import tilewise as tw
 from tilewise.integrations import hf
 from tilewise.integrations.transformers.attention import masks_of
-from tilewise.integrations.transformers.masks import packs, read_mask, refused_model
+from tilewise.integrations.transformers.masks import packs, read_mask
+from tilewise.integrations.transformers.refusals import refused_model
 from tilewise.integrations.transformers.rope import RopeLengths
 
 N, NUM_TOKENS = 2, 22
@@ -192,6 +195,19 @@ def test_llama_4_counts_no_places_in_a_tree():
     assert "attn_temperature_tuning counts a token's place in its document" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "slices", "message"),
+    [
+        ("llama4", [((0, 22), (0, 22), "causal")], r"a layer asks for .*use a model whose layers"),
+        ("gemma3", [((0, 22), (0, 22), "full")], "these 1 slices are not those of a tree"),
+    ],
+)
+def test_layers_that_no_tree_serves_are_refused(name: str, slices: Any, message: str):
+    """Chunks; and windows in Slices that are no tree's, whose paths nobody knows."""
+    text = refusal(lambda cp, m: m(**plain(cp)), partial(build, name), mask=tw.Slices(slices))
+    assert re.search(message, text)
+
+
 def test_a_model_beside_transformers_attention_interface_is_refused():
     config, message = BloomConfig(**TINY, n_layer=1, n_head=4), "does not go through transformers'"
     config.num_attention_heads, config.num_key_value_heads, config.intermediate_size = 4, 2, 32
@@ -238,10 +254,8 @@ def test_check_model_sees_what_never_asks_for_attention():
     "made", [T5Config(), BartConfig(), WhisperConfig()], ids=lambda x: type(x).__name__
 )
 def test_cross_attention_is_refused_by_its_reason(made: Any):
-    name = type(made).__name__
-    assert (
-        refused_model(made) == f"{name}: the model has cross attention, which tilewise does not run"
-    )
+    reason = f"{type(made).__name__}: the model has cross attention, which tilewise does not run; "
+    assert str(refused_model(made)).startswith(reason)
 
 
 def test_attention_written_by_hand_is_noticed_when_it_takes_the_mask():

@@ -82,6 +82,27 @@ def wan_inputs(draw: Random, *, image: bool = False, token_times: bool = False) 
     return inputs
 
 
+def ovis_image() -> nn.Module:
+    from diffusers.models.transformers.transformer_ovis_image import OvisImageTransformer2DModel
+
+    return OvisImageTransformer2DModel(**FLUX, out_channels=4, axes_dims_rope=(4, 4, 8))
+
+
+def longcat_image() -> nn.Module:
+    from diffusers.models.transformers.transformer_longcat_image import (
+        LongCatImageTransformer2DModel,
+    )
+
+    return LongCatImageTransformer2DModel(**FLUX, axes_dims_rope=[4, 4, 8])
+
+
+def unpooled_inputs(draw: Random) -> Inputs:
+    """Those of a Flux that is told nothing of the text as a whole."""
+    inputs = flux_inputs(draw)
+    del inputs["pooled_projections"]
+    return inputs
+
+
 def flux2() -> nn.Module:
     from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
 
@@ -91,12 +112,30 @@ def flux2() -> nn.Module:
 
 
 def flux2_inputs(draw: Random) -> Inputs:
-    inputs = flux_inputs(draw)
-    del inputs["pooled_projections"]
+    inputs = unpooled_inputs(draw)
     num_text = len(inputs["txt_ids"])
     image, text = torch.zeros(2, len(inputs["img_ids"]), 4), torch.zeros(2, num_text, 4)
     image[..., :3], text[..., 3] = inputs["img_ids"], torch.arange(num_text)
     return {**inputs, "guidance": torch.tensor([1.0, 2.0]), "img_ids": image, "txt_ids": text}
+
+
+def skyreels(**options: Any) -> nn.Module:
+    from diffusers.models.transformers.transformer_skyreels_v2 import SkyReelsV2Transformer3DModel
+
+    return SkyReelsV2Transformer3DModel(**WAN, **options)
+
+
+def forcing_inputs(draw: Random) -> Inputs:
+    """A video with a time for each of its frames, of which there are an even number."""
+    inputs = wan_inputs(draw)
+    frames = 2 * draw.randint(1, 2)
+    height, width = inputs["hidden_states"].shape[3:]
+    return {
+        **inputs,
+        "hidden_states": _normal(draw, 2, 4, frames, height, width),
+        "timestep": (500 * _normal(draw, 2, frames)).abs().long(),
+        "enable_diffusion_forcing": True,
+    }
 
 
 def chrono_edit() -> nn.Module:
@@ -245,22 +284,28 @@ def minimax_h3_inputs(draw: Random) -> Inputs:
     }
 
 
-def hunyuan_video() -> nn.Module:
+HUNYUAN: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "num_layers": 1,
+    "num_refiner_layers": 1,
+    "text_embed_dim": 16,
+}
+
+
+def hunyuan_video(**options: Any) -> nn.Module:
     from diffusers.models.transformers.transformer_hunyuan_video import (
         HunyuanVideoTransformer3DModel,
     )
 
     return HunyuanVideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=12,
-        num_layers=1,
+        **HUNYUAN,
         num_single_layers=1,
-        num_refiner_layers=1,
-        text_embed_dim=16,
         pooled_projection_dim=8,
         rope_axes_dim=(4, 4, 4),
+        **options,
     )
 
 
@@ -268,15 +313,117 @@ def hunyuan_video_inputs(draw: Random) -> Inputs:
     """A video beside a text that is padded at its end, each batch entry's by another length."""
     frames, height, width = draw.randint(1, 3), 2 * draw.randint(2, 3), 2 * draw.randint(1, 4)
     text = draw.randint(1, 9)
-    lengths = torch.tensor([draw.randint(1, text), text])
     return {
         "hidden_states": _normal(draw, 2, 4, frames, height, width),
         "timestep": torch.tensor([500, 700]),
         "encoder_hidden_states": _normal(draw, 2, text, 16),
-        "encoder_attention_mask": (torch.arange(text) < lengths[:, None]).long(),
+        "encoder_attention_mask": _ending(draw, text),
         "pooled_projections": _normal(draw, 2, 8),
         "guidance": torch.tensor([1000.0, 2000.0]),
     }
+
+
+def _ending(draw: Random, length: int) -> Tensor:
+    """A mask [2, length] that hides the end of one entry."""
+    lengths = torch.tensor([draw.randint(1, length), length])
+    return (torch.arange(length) < lengths[:, None]).long()
+
+
+def hunyuan_video15() -> nn.Module:
+    from diffusers.models.transformers.transformer_hunyuan_video15 import (
+        HunyuanVideo15Transformer3DModel,
+    )
+
+    sizes: dict[str, Any] = {**HUNYUAN, "num_layers": 2, "rope_axes_dim": (4, 4, 4)}
+    return HunyuanVideo15Transformer3DModel(**sizes, text_embed_2_dim=8, image_embed_dim=8)
+
+
+def hunyuan_video15_inputs(draw: Random, *, image: bool = True) -> Inputs:
+    """A video beside two texts and an image; without one all its numbers are 0."""
+    inputs, glyphs = hunyuan_video_inputs(draw), draw.randint(1, 5)
+    del inputs["pooled_projections"], inputs["guidance"]
+    return {
+        **inputs,
+        "timestep": torch.tensor([500.0, 700.0]),
+        "encoder_hidden_states_2": _normal(draw, 2, glyphs, 8),
+        "encoder_attention_mask_2": padding(draw, glyphs),
+        "image_embeds": image * _normal(draw, 2, 3, 8),
+    }
+
+
+def hunyuan_image(**options: Any) -> nn.Module:
+    from diffusers.models.transformers.transformer_hunyuanimage import (
+        HunyuanImageTransformer2DModel,
+    )
+
+    return HunyuanImageTransformer2DModel(
+        **HUNYUAN, num_single_layers=1, rope_axes_dim=(6, 6), **options
+    )
+
+
+def hunyuan_image_inputs(draw: Random, *, glyphs: bool = False) -> Inputs:
+    """A picture beside a text, and beside the text of its glyphs."""
+    inputs = hunyuan_video15_inputs(draw)
+    inputs["hidden_states"] = _normal(draw, 2, 4, draw.randint(3, 5), draw.randint(2, 5))
+    del inputs["image_embeds"]
+    if not glyphs:
+        del inputs["encoder_hidden_states_2"], inputs["encoder_attention_mask_2"]
+    return inputs
+
+
+def framepack() -> nn.Module:
+    from diffusers.models.transformers.transformer_hunyuan_video_framepack import (
+        HunyuanVideoFramepackTransformer3DModel,
+    )
+
+    sizes: dict[str, Any] = {**HUNYUAN, "num_layers": 2}
+    return HunyuanVideoFramepackTransformer3DModel(
+        **sizes,
+        num_single_layers=2,
+        pooled_projection_dim=8,
+        rope_axes_dim=(4, 4, 4),
+        has_image_proj=True,
+        image_proj_dim=8,
+        has_clean_x_embedder=True,
+    )
+
+
+def framepack_inputs(draw: Random, *, num_entries: int = 2) -> Inputs:
+    """A video behind its history, beside an image and a text."""
+    inputs = hunyuan_video_inputs(draw)
+    frames, height, width = inputs["hidden_states"].shape[2:]
+    inputs["image_embeds"] = _normal(draw, 2, 3, 8)
+    for name, count in {"clean": 1, "history_2x": 2, "history_4x": 4}.items():
+        inputs[f"latents_{name}"] = _normal(draw, 2, 4, count, height, width)
+    inputs = {name: x[:num_entries] for name, x in inputs.items()}
+    for name, count in {"clean": 1, "history_2x": 2, "history_4x": 4}.items():
+        inputs[f"indices_latents_{name}"] = torch.arange(count)
+    return {**inputs, "indices_latents": torch.arange(20, 20 + frames)}
+
+
+def longcat_audio(**options: Any) -> nn.Module:
+    from diffusers.models.transformers.transformer_longcat_audio_dit import (
+        LongCatAudioDiTTransformer,
+    )
+
+    model = LongCatAudioDiTTransformer(
+        dit_dim=24, dit_depth=2, dit_heads=2, dit_text_dim=16, latent_dim=4, **options
+    )
+    for parameter in model.parameters():  # many are zeros at first
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def longcat_audio_inputs(draw: Random, *, padded: bool = False) -> Inputs:
+    sound, text = draw.randint(6, 14), draw.randint(1, 9)
+    inputs = {
+        "hidden_states": _normal(draw, 2, sound, 4),
+        "encoder_hidden_states": _normal(draw, 2, text, 16),
+        "encoder_attention_mask": padding(draw, text).bool(),
+        "timestep": torch.tensor([0.5, 0.7]),
+        "latent_cond": _normal(draw, 2, sound, 4),
+    }
+    return inputs | ({"attention_mask": _ending(draw, sound).bool()} if padded else {})
 
 
 def helios(*, guidance_cross_attn: bool = True, **options: Any) -> nn.Module:

@@ -451,6 +451,7 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
         "cu_seqlens_q": [0, 2, 3], "cu_seqlens_k": [0, 2, 5], "kv_index": [0, 1, 0, 1, 2],
         "tokens": [1, 2, 3],
     }  # fmt: skip
+    yield "Slices.windowed", tree().mask.windowed, {"left": 1}
     yield "Tree.rows", of(tree, "rows"), {"sequence": 0}
     yield "Tree.shard", of(tree, "shard"), lambda: {"cp": cp(num_tokens=4, mask=tree().mask)}
     yield "Tree.log_probs", of(tree, "log_probs"), lambda: {

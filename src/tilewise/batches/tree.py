@@ -21,7 +21,6 @@ from tilewise.arguments import (
 )
 from tilewise.context_parallel import ContextParallel
 from tilewise.layouts.layout import Layout, Run, contiguous
-from tilewise.masks.base import Mask
 from tilewise.masks.tables import Slices
 from tilewise.tokens.moves import gather_moves
 from tilewise.tokens.rows import move_rows
@@ -50,7 +49,7 @@ class Tree:
         parents: LongTensor [num_tokens], the row of the token before; -1 for a first token.
         counts: LongTensor [num_tokens], how many sequences contain the token: the weight of its
             label in a loss summed over sequences.
-        mask: of two slices a node.
+        mask: of two slices a node; mask.windowed(left) is that of layers with a window.
         num_tokens: of the tree; num_tokens_apart: of its sequences, each by itself.
 
     Source: prefix trees as in verl #6401 and Megatron-LM #7387, which keep them on one rank.
@@ -59,7 +58,7 @@ class Tree:
     position_ids: Tensor
     parents: Tensor
     counts: Tensor
-    mask: Mask
+    mask: Slices
 
     def __init__(
         self, nodes: Sequence[_Node], paths: Sequence[Sequence[_Node]], knows_tokens: bool = True

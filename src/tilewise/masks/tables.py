@@ -3,7 +3,7 @@
 A table is checked against itself (no pair twice) and against the sequence; a rule always fits.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, cast
@@ -92,6 +92,38 @@ class Slices(Mask):
             columns = np.flatnonzero((k >= k0) & (k < k1))
             allowed[np.ix_(rows, columns)] |= _slice_dense(entry, q[rows], k[columns])
         return allowed
+
+    @checks_arguments
+    def windowed(self, left: int) -> "Slices":
+        """The mask of a tree, in which a query sees at most `left` keys before it on its path.
+
+            tree.mask.windowed(1023)    # for layers with a sliding window of 1024 tokens
+
+        It is to a tree's mask what Causal() & Window(left, None) is to Causal(): where sequences
+        share a beginning, tokens before a query in its own sequence count, whatever rows they are.
+
+        Args:
+            left: from 0 on, as in Window; a window of w tokens, the query's own among them, has
+                left=w - 1.
+        Raises:
+            ValueError: if these slices are not those of a `tw.Tree`: for each of its nodes, in
+                depth-first order, ((start, stop), (start, stop), "causal") and
+                ((stop, last), (start, stop), "full") for the rows of the nodes below it.
+        """
+        whole_number("left", left, 0)
+        pieces: list[Slice] = []
+        for branch in _branches(self.slices):
+            (start, stop), at = branch[-1]
+            pieces += _own(start, stop, left)
+            for (key, last), place in branch[:-1]:
+                # A query at a place p of the path sees the node's tokens from p - left on.
+                k0, k1 = place, place + last - key
+                full = max(at, min(at + stop - start, k0 + left + 1))
+                part = max(full, min(at + stop - start, k1 + left))
+                q, k = start - at, key - place  # a place's row of queries, and of keys
+                pieces.append(((start, q + full), (key, last), "full"))
+                pieces.append(((q + full, q + part), (k + full - left, last), "invcausal"))
+        return Slices(x for x in pieces if x[0][0] < x[0][1] and x[1][0] < x[1][1])
 
     def _pieces(self) -> Strips:
         """One strip per slice that allows anything."""
@@ -286,6 +318,46 @@ def _checked_slice(i: int, entry: Any) -> Slice:
     k = _checked_bounds(f"slice {i}: k_range", k_range)
     require_known(f"slice {i}: kind", kind, KINDS)
     return q, k, kind
+
+
+Branch = list[tuple[tuple[int, int], int]]
+"""Nodes of a tree from the first on: the rows of each, and the place of its first token."""
+
+
+def _branches(slices: Sequence[Slice]) -> Iterator[Branch]:
+    """The path to each node of a tree, itself last, in depth-first order, from its mask's slices.
+
+    Raises:
+        ValueError: for slices that are of no tree.
+    """
+    nodes = sorted(q for q, k, kind in slices if kind == "causal" and q == k)
+    below = {k: q for q, k, kind in slices if kind == "full"}
+    ends = [0, *(stop for _, stop in nodes)]
+    fits = len(nodes) + len(below) == len(slices) and below.keys() <= {*nodes}
+    fits &= all(start == end for (start, _), end in zip(nodes, ends, strict=False))
+    path: list[tuple[tuple[int, int], int, int]] = []  # rows, place, where those below end
+    for start, stop in nodes:
+        while path and path[-1][2] <= start:
+            path.pop()
+        first, last = below.get((start, stop), (stop, stop))
+        fits &= first == stop and last <= (path[-1][2] if path else ends[-1])
+        if not fits:
+            break
+        place = path[-1][1] + path[-1][0][1] - path[-1][0][0] if path else 0
+        path.append(((start, stop), place, last))
+        yield [(rows, at) for rows, at, _ in path]
+    if not fits:
+        raise ValueError(
+            f"these {len(slices)} slices are not those of a tree, whose tokens alone have places "
+            "on a path; take tree.mask of a tw.Tree, or cut the slices yourself"
+        )
+
+
+def _own(start: int, stop: int, left: int) -> list[Slice]:
+    """A node's tokens among themselves: the first left + 1 see all before them."""
+    middle = min(stop, start + left + 1)
+    rest = (middle, stop), (start + 1, stop), "bicausal"
+    return [((start, middle), (start, middle), "causal"), rest]
 
 
 def _checked_bounds(name: str, values: Any) -> tuple[int, int]:

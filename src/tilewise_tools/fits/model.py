@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tilewise.integrations.transformers.masks import refused_model
+from tilewise.integrations.transformers.refusals import refused_model
 from tilewise.planning.candidate import read_json
 
 EXPERTS = re.compile(r"experts|moe")

@@ -35,6 +35,7 @@ from tilewise.integrations.diffusers.internals import (
     processors,
     route_calls,
     split_processor,
+    undispatched,
 )
 from tilewise.integrations.diffusers.models import MODELS, Attends, ModelSplit
 from tilewise.plan.kept import RecentValues
@@ -56,6 +57,8 @@ MOST_JOINED = 3
 
 Model = TypeVar("Model", bound=nn.Module)
 Key = tuple[str, str | int, int | None]
+BlockTable = tuple[np.ndarray, list[int], list[int]]
+"""A mask by blocks: bool [row blocks, column blocks], the edges of rows and of columns."""
 
 
 @checks_arguments
@@ -104,6 +107,13 @@ def enable_parallelism(
         strategy = of_mesh
     declared = plan_of_model(model)
     if cp_plan is None and name not in TRIED:
+        others = undispatched(model)
+        if others and not any(processors(model)):
+            raise ValueError(
+                f"{name} cannot be split: its attention layers ({', '.join(others)}) do not run "
+                "through diffusers' dispatch_attention_fn, where attention over all ranks enters; "
+                "take another model, or processors that call it"
+            )
         has_plan = "declares a plan that was not tried" if declared else "declares none"
         raise ValueError(
             f"{name} needs a cp_plan: its class {has_plan}. Tried are {', '.join(TRIED)}; pass "
@@ -297,6 +307,15 @@ class _SplitModel:
         after = range(before + split.num_tokens, sum(lengths))
         return tw.joint(split, [*range(before), *after])
 
+    def leading(self, count: int) -> int:
+        """Return how many of the first rows of the model's sequence are this rank's."""
+        assert self.known is not None
+        length = self.length_of(self.known.output)
+        if length < self.world_size:
+            return count
+        (run,) = tw.contiguous(length, self.world_size).runs[self.rank]
+        return min(max(count - run.start, 0), run.count)
+
     def length_of(self, name: str) -> int:
         """Return the length of the tensor of a name that was split last; -1 if none was."""
         named = [
@@ -406,45 +425,85 @@ class _SplitModel:
     def _masks(
         self, layer: str, given: Tensor, num_entries: int, layout: tw.Layout, keys: tw.Layout
     ) -> list[tuple[tw.masks.Mask | None, list[int]]]:
-        """Masks of keys that some entries of a batch have in common, and these entries.
+        """Masks that some entries of a batch have in common, and these entries.
 
         Args:
-            given: this rank's, broadcast to [batch, num_heads, rows, keys]: of padding, the same
-                for all heads and queries.
+            given: [batch, keys], or broadcast to [batch, num_heads, rows, keys]: of the whole
+                sequence, or of this rank's rows and keys, if it hides whole rows and whole keys.
         """
+        whole_keys = given.shape[-1] == keys.num_tokens
+        num_rows = layout.num_tokens if whole_keys else layout.size(self.rank)
+        num_keys = keys.num_tokens if whole_keys else keys.size(self.rank)
 
-        def visible() -> Tensor:
-            x = given.detach()[(None,) * (4 - given.ndim)]
-            x = x.expand(num_entries, *x.shape[1:])
+        def visible() -> tuple[Tensor, Tensor, Tensor]:
+            x = given.detach()
+            if x.shape == (num_entries, num_keys):
+                x = x[:, None, None]  # as the backends of diffusers read it
+            x = x[(None,) * (4 - x.ndim)]
             seen = x if x.dtype == torch.bool else x == 0
-            is_padding = bool((seen == seen[:, :1, :1]).all())
+            fits = x.shape[2:] in ((1, num_keys), (num_rows, num_keys))
+            fits &= bool((seen == seen[:, :1]).all())
             if x.dtype != torch.bool:
-                is_padding &= bool((seen | (x <= HIDDEN)).all())
-            if not is_padding or x.shape[-1] != keys.size(self.rank):
+                fits &= bool((seen | (x <= HIDDEN)).all())
+            seen = seen[:, 0]
+            rows, columns = seen.any(-1), seen.any(-2)
+            if seen.shape[1] == 1:
+                rows = torch.ones_like(rows)
+            elif not whole_keys:  # of an entry without any one cannot tell rows from keys
+                fits &= bool((seen == rows[:, :, None] & columns[:, None]).all())
+                fits &= bool(rows.any(-1).all())
+            if not fits:
                 raise ValueError(
                     f"{layer} of {self.name} attends with attn_mask {list(given.shape)}, which is "
                     f"none of padding: one that hides some of the {keys.size(self.rank)} keys from "
-                    "all queries and heads, by False or by -10,000, and adds 0 elsewhere. Others "
-                    "cannot be split; call the model without it"
+                    "all queries and heads, by False or by -10,000, and adds 0 elsewhere, or whole "
+                    f"queries; nor one of all {layout.num_tokens} queries and {keys.num_tokens} "
+                    "keys. Others cannot be split; call the model without it"
                 )
-            return seen[:, 0, 0].to("cpu", torch.uint8)
+            return seen, rows, columns
 
-        seen = settled(self.transport, visible)
-        record = torch.zeros(num_entries, max(keys.sizes), dtype=torch.uint8)
-        record[:, : seen.shape[1]] = seen
-        whole = np.zeros((num_entries, keys.num_tokens), bool)
-        for rank, theirs in enumerate(self.transport.gather_records(record.flatten())):
-            rows = theirs.view(record.shape)[:, : keys.size(rank)].numpy()
-            whole[:, keys.rows(rank)] = rows.astype(bool)
-        entries: dict[bytes, list[int]] = {}
-        for entry, row in enumerate(whole):
-            if not row.any():
+        seen, rows, columns = settled(self.transport, visible)
+        if whole_keys:
+            tables = [_whole_table(x.cpu().numpy(), layout.num_tokens) for x in seen]
+        else:
+            tables = self._padding(rows, columns, layout, keys)
+        entries: dict[tw.masks.Mask | None, list[int]] = {}
+        for entry in range(num_entries):
+            table, *edges = tables[entry % len(tables)]
+            if not table.any():
                 raise ValueError(
                     f"{layer} of {self.name} attends with attn_mask, which hides all "
                     f"{keys.num_tokens} keys of batch entry {entry}; leave at least one"
                 )
-            entries.setdefault(row.tobytes(), []).append(entry)
-        return [(_mask_of_keys(whole[x[0]], layout.num_tokens), x) for x in entries.values()]
+            mask = None if table.all() else tw.masks.block_sparse_variable(table, *edges)
+            entries.setdefault(mask, []).append(entry)
+        return [*entries.items()]
+
+    def _padding(
+        self, rows: Tensor, columns: Tensor, layout: tw.Layout, keys: tw.Layout
+    ) -> list[BlockTable]:
+        """Tables of masks that hide whole rows and whole keys, of which each rank knows its own.
+
+        Args:
+            rows: [entries, rows] or [entries, 1], visible ones of this rank; columns: keys.
+        """
+        rows = rows.expand(-1, layout.size(self.rank))
+        most_keys, most_rows = max(keys.sizes), max(layout.sizes)
+        record = torch.zeros(len(rows), most_keys + most_rows, dtype=torch.uint8)
+        record[:, : columns.shape[1]] = columns
+        record[:, most_keys : most_keys + rows.shape[1]] = rows
+        whole_columns = np.zeros((len(rows), keys.num_tokens), bool)
+        whole_rows = np.zeros((len(rows), layout.num_tokens), bool)
+        for rank, theirs in enumerate(self.transport.gather_records(record.flatten())):
+            table = theirs.view(record.shape).numpy().astype(bool)
+            whole_columns[:, keys.rows(rank)] = table[:, : keys.size(rank)]
+            of_rows = table[:, most_keys : most_keys + layout.size(rank)]
+            whole_rows[:, layout.rows(rank)] = of_rows
+        tables: list[BlockTable] = []
+        for of_rows, of_columns in zip(whole_rows, whole_columns, strict=True):
+            (q, q_edges), (k, k_edges) = _runs(of_rows[:, None]), _runs(of_columns[:, None])
+            tables.append((q & k.T, q_edges, k_edges))
+        return tables
 
     def _cp(self, layout: tw.Layout) -> tw.ContextParallel:
         def make() -> tw.ContextParallel:
@@ -491,13 +550,17 @@ def _by_rank(sizes: tuple[int, ...]) -> tw.Layout:
     return tw.Layout(starts[-1], runs, "split")
 
 
-def _mask_of_keys(visible: np.ndarray, num_queries: int) -> tw.masks.Mask | None:
-    """The mask by which all queries attend to the keys that are visible; None: to all."""
-    if visible.all():
-        return None
-    edges = np.flatnonzero(np.diff(visible, prepend=False, append=False)).tolist()
-    ranges = zip(edges[::2], edges[1::2], strict=True)
-    return tw.Slices([((0, num_queries), keys, "full") for keys in ranges])
+def _whole_table(visible: np.ndarray, num_queries: int) -> BlockTable:
+    """The table [num_queries or 1, num_keys] of a mask by its blocks of equal rows and columns."""
+    columns, k_edges = _runs(visible.T)
+    rows, q_edges = _runs(columns.T)
+    return rows, q_edges if len(visible) == num_queries else [0, num_queries], k_edges
+
+
+def _runs(rows: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """Rows without those that repeat the one before, and where each begins, and the end."""
+    starts = np.flatnonzero(np.r_[True, (rows[1:] != rows[:-1]).any(1)])
+    return rows[starts], [*starts.tolist(), len(rows)]
 
 
 class _Layer:
@@ -584,6 +647,10 @@ def _install(model: nn.Module, cuts: Cuts, state: _SplitModel) -> None:
     for path in () if state.known is None else state.known.whole_outputs:
         for _, module in modules_named(model, path):
             hooks.append(partial(module.register_forward_hook, _shared_hook(state)))
+    for argument in () if state.known is None else state.known.leading:
+        for module in model.modules():
+            if argument in inspect.signature(module.forward).parameters:
+                hooks.append(_leading_hook(module, argument, state))
     for hook in hooks:  # all at once: a plan that does not fit leaves the model as it is
         hook()
 
@@ -621,6 +688,17 @@ def _input_hook(
                 continue
             if given is not None:
                 bound.arguments[split.name] = part
+        return bound.args, bound.kwargs
+
+    return lambda: module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _leading_hook(module: nn.Module, argument: str, state: _SplitModel) -> Callable[[], Any]:
+    signature = inspect.signature(module.forward)
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = signature.bind_partial(*args, **kwargs)
+        bound.arguments[argument] = state.leading(bound.arguments[argument])
         return bound.args, bound.kwargs
 
     return lambda: module.register_forward_pre_hook(hook, with_kwargs=True)

@@ -87,7 +87,7 @@ def cuts_of(plan: Any) -> Cuts:
 
 
 def modules_named(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """Return the modules of a plan's path, in which "*" stands for each of a list.
+    """Return the modules of a plan's path, in which "*" stands for each of a list, -1 for its last.
 
     Raises:
         ValueError: if the model has none.
@@ -97,8 +97,9 @@ def modules_named(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
         deeper: list[tuple[str, nn.Module]] = []
         for name, module in found:
             children = dict(module.named_children())
-            chosen = children if atom == "*" else {atom: children[atom]} if atom in children else {}
-            deeper += [(f"{name}.{child}".lstrip("."), x) for child, x in chosen.items()]
+            every = [*children]
+            chosen = {"*": every, "-1": every[-1:]}.get(atom, [atom] if atom in children else [])
+            deeper += [(f"{name}.{child}".lstrip("."), children[child]) for child in chosen]
         found = deeper
     if not found:
         raise ValueError(f"{type(model).__name__} has no module {path!r}, which its plan names")
@@ -111,6 +112,13 @@ def processors(model: nn.Module) -> Iterator[tuple[str, Any]]:
         processor = getattr(module, "processor", None)
         if hasattr(processor, "_parallel_config"):
             yield name, processor
+
+
+def undispatched(model: nn.Module) -> list[str]:
+    """Classes of the processors of attention layers that cannot run split, each once."""
+    found = (getattr(module, "processor", None) for module in model.modules())
+    others = (x for x in found if x is not None and not hasattr(x, "_parallel_config"))
+    return list(dict.fromkeys(type(x).__name__ for x in others))
 
 
 def is_split(processor: Any) -> bool:

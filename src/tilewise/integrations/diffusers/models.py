@@ -35,6 +35,8 @@ class ModelSplit(NamedTuple):
         gathers_within: what is gathered goes on in the model, whole on every rank, before it is
             split again, so that gradients of it are shares.
         output: the split tensor whose rows are gathered.
+        leading: arguments of modules that count rows from the first on, such as those of the first
+            frame; each rank gets how many of them are its own.
         refused: values of the model's configuration that cannot be split, with the reason.
     """
 
@@ -44,6 +46,7 @@ class ModelSplit(NamedTuple):
     cuts: Cuts | None = None
     gathers_within: bool = False
     output: str = "hidden_states"
+    leading: tuple[str, ...] = ()
     refused: tuple[tuple[str, object, str], ...] = ()
 
 
@@ -52,6 +55,45 @@ _WITH_TEXT = Attends(*2 * (("encoder_hidden_states", "hidden_states"),))
 _TO_TEXT = Attends(("hidden_states",), ("encoder_hidden_states",))
 _TO_VIDEO = Attends(("audio_hidden_states",), ("hidden_states",))
 _BESIDE_TEXT = Attends(*2 * (("x_embedder", "encoder_hidden_states"),))
+_BEFORE_TEXT = Attends(*2 * (("hidden_states", "encoder_hidden_states"),))
+
+_FLUX = Cuts(
+    (
+        *(Split("", name, None, 1, 3) for name in ("hidden_states", "encoder_hidden_states")),
+        *(Split("", name, None, 0, 2) for name in ("img_ids", "txt_ids")),
+    ),
+    (Gather("proj_out", 0, 1),),
+)
+_FRAMEPACK = Cuts(
+    (
+        Split("transformer_blocks.0", "hidden_states", None, 1, 3),
+        *(
+            Split(f"{blocks}.*", name, part, 0, 2)
+            for blocks, name in (
+                ("transformer_blocks", "freqs_cis"),
+                ("single_transformer_blocks", "image_rotary_emb"),
+            )
+            for part in (0, 1)
+        ),
+    ),
+    (Gather("single_transformer_blocks.-1", 0, 1),),
+)
+_LONGCAT_AUDIO = Cuts(
+    (
+        Split("blocks.0", "hidden_states", None, 1, 3),
+        Split("blocks.*", "mask", None, 1, 2),
+        *(Split("blocks.*", "rope", part, 0, 2) for part in (0, 1)),
+    ),
+    (Gather("blocks.-1", 0, 1),),
+)
+_SKYREELS = Cuts(
+    (
+        *(Split("rope", part, None, 1, 4) for part in (0, 1)),
+        Split("blocks.0", "hidden_states", None, 1, 3),
+        Split("blocks.*", "temb", None, 2, 4),  # a time for each token
+    ),
+    (Gather("norm_out", 0, 1),),  # what comes next is scaled by the times of all tokens
+)
 
 _HELIOS = Cuts(
     (
@@ -62,12 +104,16 @@ _HELIOS = Cuts(
     ),
     tuple(Gather(f"blocks.*.{layer}", 0, 1) for layer in ("attn1", "attn2", "ffn")),
 )
-_HUNYUAN_VIDEO = Cuts(
-    (
-        Split("x_embedder", 0, None, 1, 3),
-        *(Split("rope", part, None, 0, 2) for part in (0, 1)),
+_HUNYUAN = ModelSplit(
+    {"attn": _BESIDE_TEXT},
+    cuts=Cuts(
+        (
+            Split("x_embedder", 0, None, 1, 3),
+            *(Split("rope", part, None, 0, 2) for part in (0, 1)),
+        ),
+        (Gather("proj_out", 0, 1),),
     ),
-    (Gather("proj_out", 0, 1),),
+    output="x_embedder",
 )
 
 MODELS: Mapping[str, ModelSplit] = MappingProxyType(
@@ -82,14 +128,22 @@ MODELS: Mapping[str, ModelSplit] = MappingProxyType(
             gathers_within=True,
             refused=(("is_amplify_history", True, "scales keys by their place in the whole"),),
         ),
-        "HunyuanVideoTransformer3DModel": ModelSplit(
-            {"attn": _BESIDE_TEXT},
-            cuts=_HUNYUAN_VIDEO,
-            output="x_embedder",
-            refused=(
-                ("image_condition_type", "token_replace", "treats the first frame's rows apart"),
-            ),
+        "HunyuanImageTransformer2DModel": _HUNYUAN,
+        "HunyuanVideo15Transformer3DModel": _HUNYUAN,
+        "HunyuanVideoFramepackTransformer3DModel": ModelSplit(
+            {"attn": _BEFORE_TEXT},
+            whole_outputs=("proj_out",),
+            cuts=_FRAMEPACK,
+            gathers_within=True,
         ),
+        "HunyuanVideoTransformer3DModel": _HUNYUAN._replace(leading=("num_tokens",)),
+        "LongCatAudioDiTTransformer": ModelSplit(
+            {"self_attn": _ITSELF, "cross_attn": None},
+            whole_outputs=("proj_out",),
+            cuts=_LONGCAT_AUDIO,
+            gathers_within=True,
+        ),
+        "LongCatImageTransformer2DModel": ModelSplit({"attn": _WITH_TEXT}, cuts=_FLUX),
         "LTX2VideoTransformer3DModel": ModelSplit(
             {
                 "attn1": _ITSELF,
@@ -110,7 +164,14 @@ MODELS: Mapping[str, ModelSplit] = MappingProxyType(
             {"attn1": _ITSELF, "attn2": _TO_TEXT}, (Split("", "timestep", None, 1, 2),)
         ),
         "MiniMaxH3Transformer3DModel": ModelSplit({"token_refiner": None, "attn": _ITSELF}),
+        "OvisImageTransformer2DModel": ModelSplit({"attn": _WITH_TEXT}, cuts=_FLUX),
         "QwenImageTransformer2DModel": ModelSplit({"attn": _WITH_TEXT}),
+        "SkyReelsV2Transformer3DModel": ModelSplit(
+            {"attn1": _ITSELF, "attn2": None},
+            whole_outputs=("proj_out",),
+            cuts=_SKYREELS,
+            gathers_within=True,
+        ),
         "WanTransformer3DModel": ModelSplit({"attn1": _ITSELF, "attn2": None}),
     }
 )

@@ -24,6 +24,7 @@ except ImportError as error:
 
 from tilewise.arguments import Reduction, of_kind, whole_number
 from tilewise.integrations.transformers.internals import install, split_accelerator
+from tilewise.integrations.transformers.refusals import SIZES, check_allowed
 
 __all__ = ["ParallelismConfig"]
 
@@ -78,17 +79,7 @@ class ParallelismConfig(_ParallelismConfig):
         self.cp_size = self._sizes["cp"] = given
         if given == 1:
             return
-        for name in ("tp", "sp"):
-            if self._sizes[name] > 1:
-                raise ValueError(
-                    f"cp_size ({given}) and {name}_size ({self._sizes[name]}) cannot both be above "
-                    f"1; set {name}_size=1"
-                )
-        if self.cp_handler is not None:
-            raise ValueError(
-                "cp_handler is of accelerate's own context parallelism; leave it out, and pass a "
-                "plan as strategy to choose how keys and values travel"
-            )
+        check_allowed(SIZES, self)
         of_kind("reduction", self.reduction, Reduction)
         if isinstance(self.strategy, tw.Plan) and self.strategy.world_size != given:
             raise ValueError(

@@ -13,10 +13,11 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
+
+from tilewise.integrations.transformers.refusals import ADAPTERS, check_allowed
 
 FEW = 4  # ranks, blocks and frequencies of an adapter on a tiny model, whose widths it divides
 FIRST_TOKEN = 5  # that stands for a token of an adapter's configuration
@@ -24,13 +25,6 @@ NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer, in the name of a mod
 PLACES = ("layers_to_transform", "layers_pattern", "exclude_modules", "layer_replication")
 STARTS = ("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_config")
 ORDINARY = ("peft_type", "task_type", "peft_version", "base_model_name_or_path", "target_modules")
-REFUSED = MappingProxyType(
-    {
-        "XLORA": "it is made of adapters on disk, so that no tiny one can be made and tried; use "
-        "one of these adapters, or LORA",
-        "POLY": "it needs task_ids in each call, which hf.shard does not make; use LORA",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -135,8 +129,7 @@ def adapters(model: nn.Module, base: nn.Module) -> list[Adapter]:
 
 def _adapter(model: nn.Module, base: nn.Module, name: str, config: Any) -> Adapter:
     kind = config.peft_type.value
-    if kind in REFUSED:
-        raise ValueError(f"{kind} of PEFT cannot be split by tilewise: {REFUSED[kind]}")
+    check_allowed(ADAPTERS, config)
     settings = vars(config)
     changed = [x.name for x in fields(config) if _is_changed(x, settings[x.name])]
     text = repr(sorted((x, repr(value)) for x, value in settings.items()))

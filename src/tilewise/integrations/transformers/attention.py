@@ -28,8 +28,8 @@ from tilewise.integrations.transformers.masks import (
     parts,
     read_mask,
     refused_keyword,
-    refused_model,
 )
+from tilewise.integrations.transformers.refusals import refused_model
 from tilewise.integrations.transformers.replay import handed_in
 from tilewise.integrations.transformers.rope import RopeLengths
 from tilewise.masks.base import as_ints
@@ -149,21 +149,30 @@ class LayerMask:
                 "a parallelism_config of tilewise.integrations.accelerate"
             ) from None
         if isinstance(self.cp.mask, tw.Slices):
-            return self.cp.mask
+            left = self._reach()
+            return self.cp.mask if left is None else self.cp.mask.windowed(left)
         return self._with_documents(_documents(self, batch, position_ids, cu_seqlens))
 
     def _refused_slices(self, cu_seqlens: Tensor | None) -> str | None:
         """Why cp.mask, which says itself what each token sees, cannot stand for the layer's."""
-        if self.mask != tw.Causal():
+        if self._reach() is None and self.mask != tw.Causal():
             return (
                 f"a layer asks for {self.mask!r}, but cp.mask is Slices (of a tree, say), which "
-                "takes the place of Causal() alone; use a model without windows, or another mask"
+                "takes the place of Causal() and of a causal window; use a model whose layers have "
+                "no others, or another mask"
             )
         if cu_seqlens is not None:
             return (
                 "the batch has cu_seq_lens_q and cp.mask is Slices: both say which tokens belong "
                 "together; pass input_ids and position_ids alone"
             )
+        return None
+
+    def _reach(self) -> int | None:
+        """Tokens before its own that a query of a causal window sees; None: no such mask."""
+        match [x for x in parts(self.mask) if x != tw.Causal()]:
+            case [tw.Window(left=int(left), right=None)] if tw.Causal() in parts(self.mask):
+                return left
         return None
 
     def _with_documents(

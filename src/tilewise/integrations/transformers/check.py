@@ -26,10 +26,10 @@ from tilewise.integrations.transformers.experts import knows_router_loss
 from tilewise.integrations.transformers.indexers import wire_indexers
 from tilewise.integrations.transformers.masks import (
     COMPRESSED_TYPES,
-    refused_model,
     uses_attention_interface,
 )
 from tilewise.integrations.transformers.ngram_layers import wire_ngram_layers
+from tilewise.integrations.transformers.refusals import ADAPTERS, check_allowed, refused_model
 from tilewise.integrations.transformers.replay import wire_replay
 from tilewise.integrations.transformers.rope import RopeLengths
 from tilewise.integrations.transformers.saved import (
@@ -63,11 +63,8 @@ def base_model(model: nn.Module) -> Any:
         _check_kind(model)
         return model
     config: Any = getattr(model, "active_peft_config", None)
-    if getattr(config, "is_prompt_learning", False):
-        raise ValueError(
-            f"{config.peft_type.value} puts tokens of its own before the sequence, which the "
-            "layout does not know; use adapters that change weights alone, such as LoRA"
-        )
+    if config is not None:
+        check_allowed(ADAPTERS, config)
     tuner: Any = model.base_model  # get_base_model is not of PeftMixedModel
     return base_model(tuner.model)
 

@@ -149,7 +149,8 @@ def register(cp: tw.ContextParallel, name: str = "tilewise") -> str:
 
     A name stands for one cp: register again to replace it (another length), or take another name
     for a second one. The mask is each layer's own; cp.mask serves layout and strategy. A cp.mask of
-    Slices (a tree's) says itself what each token sees: it takes the place of causal masks.
+    Slices (a tree's) says itself what each token sees: it takes the place of causal masks, and
+    layers with a causal window get cp.mask.windowed.
 
     A model whose code is not transformers' own is refused when it runs: parallelize tries it first.
 

@@ -86,66 +86,6 @@ def _not_honoured(name: str, value: Any) -> str:
     return f"{name}={_shown(value)} cannot be honoured by tilewise: {why}"
 
 
-def refused_model(
-    config: Any,
-    *,
-    splits_states: bool = False,
-    counts_routers: bool = False,
-    moves_positions: bool = False,
-) -> str | None:
-    """Why a model of this configuration cannot run with its sequence split; None if it can.
-
-    Args:
-        splits_states: whether its layers that carry a state are split, too.
-        counts_routers: whether its routers' loss counts the tokens of all ranks.
-        moves_positions: whether its embeddings get positions that count from where it does.
-    """
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING
-
-    model = MODEL_MAPPING.get(type(config), None)
-    name = type(config).__name__
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", 0):
-        return f"{name}: the model has cross attention, which tilewise does not run"
-    if isinstance(model, type):
-        compresses = has_compressors(model)
-        if getattr(model, "_is_stateful", False) and not (splits_states or compresses):
-            return (
-                f"{name}: the model carries a state along the sequence (a state space, linear "
-                "attention, or a recurrence), and every rank would begin anew: hf.parallelize "
-                "splits such layers where it knows the functions that they call, in calls of the "
-                "model itself"
-            )
-        if not uses_attention_interface(model, splits_states):
-            return (
-                f"{name}: the model's attention does not go through transformers' "
-                "AttentionInterface, so tilewise cannot reach it"
-            )
-        if not moves_positions and any(
-            hasattr(x, COUNTS_FROM_PADDING) for x in vars(sys.modules[model.__module__]).values()
-        ):
-            return (
-                f"{name}: the model counts positions from its padding_idx + 1 on, over the whole "
-                "sequence, where a rank has positions counted from 0: hf.parallelize moves them"
-            )
-    if getattr(config, "output_router_logits", False) and not counts_routers:
-        return (
-            f"{name}: output_router_logits=True adds to the loss one over the router's choices for "
-            "all tokens, and a rank has its own only; set it to False in the configuration"
-        )
-    known = LAYER_TYPES + (STATE_TYPES if splits_states else ())
-    known += COMPRESSED_TYPES if isinstance(model, type) and has_compressors(model) else ()
-    others = set(getattr(config, "layer_types", None) or ()) - set(known)
-    if others:
-        return f"{name}: layers of type {', '.join(sorted(others))} cannot be split by tilewise"
-    skips = [key for key, value in vars(config).items() if "layerdrop" in key and value]
-    if skips:
-        return (
-            f"{name}: {skips[0]} skips layers at random, on each rank others, and all ranks run a "
-            "layer's attention together; set it to 0 before the model is made"
-        )
-    return None
-
-
 def has_compressors(model_class: type) -> bool:
     """Return whether layers of a model's class compress keys as DeepSeek V4's do."""
     found = vars(sys.modules[model_class.__module__]).values()
