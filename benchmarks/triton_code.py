@@ -169,13 +169,13 @@ def compiled(job: Job, target: Target, *, stepped: bool = True) -> Any:
     for i, name in enumerate(job.kernel.arg_names):
         types[name] = _type(name, target, of_lists="places" in job.kernel.arg_names)
         if name == "lists" and "OWN" in job.options:
-            kinds: Any = ["*i32"] * len(exact.Lists._fields)
-            types[name] = exact.Lists(*kinds)
+            kinds: Any = ["*i32"] * len(exact.BlockLists._fields)
+            types[name] = exact.BlockLists(*kinds)
         if name in ("statistics", "padded", "places", "bounds", "shares"):
             aligned[(i,)] = ALIGNED
         elif isinstance(types[name], TensorView) and name not in NUMBERS:
             aligned[(i, 0)] = ALIGNED
-        elif isinstance(types[name], TensorView | Lists | exact.Lists):
+        elif isinstance(types[name], TensorView | Lists | exact.BlockLists):
             fields = enumerate(types[name])
             aligned |= {(i, j): ALIGNED for j, kind in fields if kind != "constexpr"}
         if name == "rule":

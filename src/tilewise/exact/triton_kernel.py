@@ -28,7 +28,7 @@ from tilewise.plan.ir import Side
 WARPS = 4
 
 
-class Lists(NamedTuple):
+class BlockLists(NamedTuple):
     """The blocks of a call on a device, as a kernel's argument.
 
     Attributes:
@@ -101,7 +101,7 @@ class TritonKernel(WholeRowsKernel):
 
 
 class _Placed(NamedTuple):
-    lists: Lists
+    lists: BlockLists
     num_own_blocks: int
     depth: int
 
@@ -208,7 +208,7 @@ def _lists_of(
     bounds = np.searchsorted(own_blocks[order], np.arange(first_own + 1))
     rows, at, walked, starts, intervals = (np.concatenate(x) for x in zip(*tables, strict=True))
     arrays = rows, at, walked, starts, walked_blocks[order], bounds, intervals.ravel()
-    lists = Lists(*(torch.from_numpy(x.astype(np.int32)).to(device) for x in arrays))
+    lists = BlockLists(*(torch.from_numpy(x.astype(np.int32)).to(device) for x in arrays))
     return _Placed(lists, first_own, depth)
 
 
