@@ -21,7 +21,15 @@ def without_types_of_flags(parameters: list[Any]) -> list[Any]:
 
 
 class OneCommand(TyperCommand):
-    """A command whose --help names no type of flags."""
+    """A command whose --help names no type of flags, and that is named in every refusal."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words of the command; a refusal says of which command they are."""
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, with that of --help."""

@@ -44,8 +44,8 @@ def parity(
     as_json: AsJson = False,
 ) -> None:
     """Compare a split model with the unsplit one: which layer deviates first, and why."""
-    with refusing_bad_input():
-        check_writable(html)
+    with refusing_bad_input({"timeout": "--timeout", "world_size": "--world-size"}):
+        check_writable("--html", html)
         make = load(function) if is_outside(function) else None
         if not callable(make):
             raise ValueError(f"{function!r} must be FILE.py:NAME of a function")
