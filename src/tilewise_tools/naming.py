@@ -1,8 +1,18 @@
-"""Messages that name the option, or the field of a benchmark's case, that they are about."""
+"""Refusals in one line that name the option, or the field of a benchmark's case."""
 
+import argparse
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Never
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of scripts that refuses bad options in one line, with code 2, as commands do."""
+
+    def error(self, message: str) -> Never:
+        """End with what is wrong, and where the options that would do are listed."""
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} -h\n")
 
 
 @contextmanager

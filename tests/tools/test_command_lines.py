@@ -6,10 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import tilewise as tw
+from benchmarks.masks import app as masks_app
+from benchmarks.study.__main__ import app as study_app
 from tilewise_tools.cli import app
+from tilewise_tools.naming import Parser
 
 CODE = """
 import tilewise as tw
@@ -221,3 +225,24 @@ def test_bad_command_lines_end_in_one_line_and_leave_nothing(line: str, words: s
     assert ended.stdout == ""
     assert left_behind(folder) == set()
     assert (folder / "note.txt").read_text() == "not a row"
+
+
+@pytest.mark.parametrize("words", ("--frobnicate", "--num 3", "left over"))
+def test_scripts_of_benchmarks_refuse_words_in_one_line(
+    words: str, capsys: pytest.CaptureFixture[str]
+):
+    parser = Parser(prog="tiled.py")
+    parser.add_argument("--num", type=int, choices=(1, 2))
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(words.split())
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("tiled.py: ") and said.endswith("; see tiled.py -h\n")
+    assert words.split()[0] in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("app_of_one", (masks_app, study_app))
+def test_apps_of_benchmarks_refuse_words_as_commands_do(app_of_one: typer.Typer):
+    ended = CliRunner().invoke(app_of_one, ["--frobnicate"])
+    assert ended.exit_code == 2 and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("tilewise: No such option: --frobnicate; see ")
