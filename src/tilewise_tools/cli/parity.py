@@ -110,6 +110,6 @@ def _page(function: str, world_size: int, report: ParityReport) -> Page:
         title = "The split model differs from the unsplit one"
         where = f"It differs first in {report.layer}. " if report.layer else ""
         verdict = where + (CAUSES.get(report.cause, "") if report.cause else "")
-    sections_shown = tuple(x for x in sections if x.picture or x.name != "attended")
+    sections_shown = tuple(x for x in sections if x.picture or (x.table and x.table.rows))
     notes = "; ".join(report.notes)
     return Page("parity", title, lead, facts, sections_shown, notes, verdict)
