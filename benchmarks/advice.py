@@ -8,7 +8,6 @@ their config.json says of attention. Public measurements are of whole steps, our
 alone: only orders are compared.
 """
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
@@ -19,6 +18,7 @@ import tilewise as tw
 from tilewise.planning.advisor import LIBRARIES, Advice, advise
 from tilewise.planning.model_attention import read_model
 from tilewise.simulation.machine import Link
+from tilewise_tools.naming import Parser
 
 MODELS = Path(__file__).parent / "cases" / "models"
 
@@ -227,7 +227,7 @@ def public_lines() -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--public", action="store_true", help="no cases, public rankings alone")
     if not parser.parse_args().public:
         print("\n".join(lines()), end="\n\n")

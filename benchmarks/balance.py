@@ -8,7 +8,6 @@ in units of a ring that sends all keys to everybody; ranges a rank owns at most.
 
 from __future__ import annotations
 
-import argparse
 import json
 from typing import Any
 
@@ -18,6 +17,7 @@ import tilewise as tw
 from tilewise.layouts.balanced import layout_of
 from tilewise.masks.components import row_areas
 from tilewise_tools.mask_report.figures import moved
+from tilewise_tools.naming import Parser
 
 CHUNK = 128
 LAYOUTS = ("contiguous", "zigzag", "striped", "heaviest first", "balanced")
@@ -66,7 +66,7 @@ def row(name: str, n: int, tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--json", action="store_true")

@@ -35,6 +35,7 @@ from benchmarks.bare_ulysses import bare_ulysses
 from benchmarks.peers import contenders
 from tilewise.layouts.layout import Layout
 from tilewise_tools.bench.case import BenchCase
+from tilewise_tools.naming import Parser
 
 WORLD, HEADS, HEAD_DIM, CALLS = 4, 8, 32, 20
 
@@ -151,7 +152,7 @@ def measure(rank: int, port: int, options: argparse.Namespace, results: Any) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=64, help="of a rank")
     parser.add_argument("--only", nargs="*", default=[], help="parts of contenders' names")

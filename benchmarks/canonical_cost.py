@@ -7,13 +7,13 @@ kernel of this kind cannot take less.
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
 import torch
 
 import tilewise as tw
+from tilewise_tools.naming import Parser
 
 HEADS, HEAD_DIM = 8, 64
 
@@ -58,7 +58,7 @@ def control_seconds(tokens: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=2048, help="of a rank")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ import tilewise as tw
 from tilewise.decoding.chunk import Chunk
 from tilewise.kernels.registry import kernel_for
 from tilewise.tiles.calls import KernelCall, Kind
+from tilewise_tools.naming import Parser
 
 WORLD, HEADS, KV_HEADS, WIDTH, STEPS = 4, 8, 2, 64, 200
 CASES = (([1024], "always"), ([1024], "never"), ([1024, 333, 50], "always"), ([16384], "always"))
@@ -112,10 +112,13 @@ def row(lengths: list[int], validate: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true")
+    as_json = parser.parse_args().json
     torch.set_num_threads(1)
     with torch.no_grad():
         rows = [row(*case) for case in CASES]
-    print(json.dumps(rows, indent=2) if "--json" in sys.argv else "\n".join(map(str, rows)))
+    print(json.dumps(rows, indent=2) if as_json else "\n".join(map(str, rows)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end -->` on its page.
 """
 
-import argparse
 import json
 import re
 import subprocess
@@ -21,6 +20,7 @@ from benchmarks import planner_choices
 from benchmarks.study.__main__ import STUDIES
 from tilewise.integrations.diffusers.models import MODELS
 from tilewise.integrations.transformers import refusals
+from tilewise_tools.naming import Parser
 
 ROOT = Path(__file__).parents[1]
 Record = dict[str, Any]
@@ -397,7 +397,7 @@ def replaced(page: str, name: str, lines: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default=",".join(TABLES), help=f"some of {', '.join(TABLES)}")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if a page is old"

@@ -10,7 +10,6 @@ mean over ranks, and the busiest sender and receiver. The reference (hypergraph.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from hypergraph import reference
 
 import tilewise as tw
 from tilewise_tools.mask_report.figures import Moved, moved
+from tilewise_tools.naming import Parser
 
 KEPT = Path(__file__).parents[1] / "tests" / "strategies" / "documents_reference.json"
 TOKENS, HEADS, HEAD_DIM = 8192, 64, 128  # tokens of a rank
@@ -158,7 +158,7 @@ def references(ranks: list[int], seeds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="8,64,96")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--no-mesh", action="store_true")

@@ -15,7 +15,6 @@ NVIDIA/Megatron-LM, megatron/core/pipeline_parallel/hybrid_cp_schedule.py, commi
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ import numpy as np
 import tilewise as tw
 from tilewise.masks.base import Mask
 from tilewise_tools.mask_report.figures import moved
+from tilewise_tools.naming import Parser
 
 RANKS, TOKENS, CAP = 64, 8192, 131072  # tokens of a rank; longest document
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -249,7 +249,7 @@ def rows(workload: str, batches: int, microbatches: int) -> Iterator[dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--microbatches", type=int, default=1, help="of a global batch")
     parser.add_argument("--json", action="store_true")

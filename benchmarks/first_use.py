@@ -12,7 +12,6 @@ which unpickling counts as part of the first call.
 
 from __future__ import annotations
 
-import argparse
 import json
 import pickle
 import statistics
@@ -29,6 +28,7 @@ from tilewise.execution.call import Call
 from tilewise.execution.forward_backward import bound_code
 from tilewise.execution.prepare import prepare
 from tilewise.execution.resolve import resolve_once
+from tilewise_tools.naming import Parser
 
 TOKENS_PER_RANK = 8192
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -128,7 +128,7 @@ def run(plan: tw.Plan, mask: tw.masks.Mask, layout: tw.Layout, rank: int) -> flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ranks", default="8,64,256")
     parser.add_argument("--masks", type=int, default=3, help="masks that the median is taken of")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))

@@ -9,7 +9,6 @@ every allocation of its CPU allocator, those inside kernels too; it does not see
 libraries, or what gloo itself allocates.
 """
 
-import argparse
 import sys
 import tempfile
 import warnings
@@ -31,6 +30,7 @@ from tilewise_tools.bench.environment import peak_bytes
 from tilewise_tools.fits.longest import memory_of
 from tilewise_tools.fits.model import checkpointed, decoder_layers, read_config
 from tilewise_tools.fits.setting import Setting
+from tilewise_tools.naming import Parser
 
 LENGTHS = (256, 512, 1024, 2048)
 TIMEOUT_SECONDS = 240.0
@@ -134,7 +134,7 @@ def rows(ranks: int, models: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--models", default=",".join(MODELS))
     options = parser.parse_args()

@@ -32,6 +32,7 @@ from benchmarks.gpu_parts.clocks import Clocks
 from benchmarks.gpu_parts.runner import Runner
 from benchmarks.gpu_parts.summary import summary
 from benchmarks.kernel_table import from_benchmark, write
+from tilewise_tools.naming import Parser
 
 BEFORE = 0.35  # of the time, at most, for what is not timed
 CORES = 16  # of the machine that estimates are for
@@ -40,7 +41,7 @@ ANSWER = "benchmarks.gpu_parts.bodies:answer"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--part", choices=cases.PARTS, action="append", help="default: all")
     parser.add_argument("--out", type=Path, help="where the rows go")

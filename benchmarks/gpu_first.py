@@ -12,7 +12,6 @@ does not have. The exit code is 1 if a part failed, 2 without a GPU. It needs no
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from benchmarks.gpu_parts.runner import Runner
 from benchmarks.gpu_parts.sizes import FULL, GQA, MHA, SMALL, TINY, K
 from benchmarks.gpu_parts.summary import PASSES
 from benchmarks.gpu_parts.variants import VARIANTS
+from tilewise_tools.naming import Parser
 
 SECONDS = 600.0  # in all
 STAMP = ("torch_version", "triton_version", "device_name", "commit")  # in every row
@@ -124,7 +124,7 @@ def _text(heads: tuple[int, int]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--after", action="store_true", help="kernels for Hopper, too")
     parser.add_argument("--out", type=Path, help="where the rows go")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")

@@ -10,7 +10,6 @@ is 1 if a part failed or a kernel is wrong. Figures of --cpu say nothing.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import sys
 import threading
@@ -30,6 +29,7 @@ from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.reference import Reference
 from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.calls import KernelCall, Kind, Slice
+from tilewise_tools.naming import Parser
 
 KERNELS = ("cuda", "cudnn", "triton", "flash_attn_4")
 CPU_KERNELS = ("cpu", "reference")
@@ -321,7 +321,7 @@ def _run(name: str, kernel: str | None, cpu: bool) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
     given = parser.parse_args(arguments)

@@ -11,7 +11,6 @@ greedy for that very ratio, "best" the best of these, "eager", "kv_first" and "g
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from mesh_optimum import optimum
 from tilewise.plan.payload import ShardWeights
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
 from tilewise.strategies.mesh_schedules.model import seconds_of, transfer_bytes
+from tilewise_tools.naming import Parser
 
 TILES = tuple((a, b) for a in (2, 3, 4) for b in range(2, 9))
 RATIOS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0, 16.0)
@@ -104,7 +104,7 @@ def print_table(tiles: list[tuple[int, int]], ratios: list[float], every: bool) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tiles", default=",".join(f"{a}x{b}" for a, b in TILES))
     parser.add_argument("--ratios", default=",".join(map(str, RATIOS)))
     parser.add_argument("--every", action="store_true", help="print every row, not only tiles")

@@ -13,7 +13,6 @@ Configurations are the default ones, with the layer types of a published checkpo
 default ones have none of these layers.
 """
 
-import argparse
 import json
 import logging
 import multiprocessing as mp
@@ -36,6 +35,7 @@ from benchmarks.peers import ringmaster_models
 from tilewise.integrations.transformers.check import refusal
 from tilewise.integrations.transformers.labels import is_masked
 from tilewise.integrations.transformers.refusals import MODELS
+from tilewise_tools.naming import Parser
 
 PAGE = Path(__file__).parents[1] / "docs" / "integrations" / "huggingface_models.md"
 RIGHT, OWN_LOSS, REFUSED, UNKNOWN = "exact", "exact, own loss", "refused", "not known"
@@ -312,7 +312,7 @@ def _line(one: Row) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Ask for all classes, print a line for each, and write the page if told to."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = Parser(description=str(__doc__).splitlines()[0])
     parser.add_argument("names", nargs="*", help="parts of class names; none: all classes")
     parser.add_argument("--seconds", type=float, default=60.0, help="for one class")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")

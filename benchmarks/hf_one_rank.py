@@ -10,7 +10,6 @@ own, in turn. Where nothing is split, ParallelismConfig(cp_size=1) leaves the mo
 
 from __future__ import annotations
 
-import argparse
 import resource
 import time
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tilewise as tw
 from tilewise.integrations import hf
 from tilewise.transport.processes import run_ranks
+from tilewise_tools.naming import Parser
 
 WAYS = ("sdpa", "tilewise")
 STEPS = 3
@@ -56,7 +56,7 @@ def measure(rank: int, way: str, num_tokens: int) -> Measured:
 
 def main(argv: list[str] | None = None) -> None:
     """Print a row for each number of tokens."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = Parser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="*", default=[1024, 4096])
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(argv)

@@ -15,7 +15,6 @@ rounds: one copy_ of torch by itself, and one merge as Triton launches it by its
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -38,6 +37,7 @@ from tilewise.kernels import delta, merge, protocol, torch_flash, torch_sdpa
 from tilewise.kernels.protocol import Kernel, Scores
 from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.calls import KernelCall
+from tilewise_tools.naming import Parser
 
 ROWS, HEADS, WIDTH = 16, 2, 128  # of a shard; a real one takes as long to launch
 PLANS: Mapping[str, Callable[[], tw.Plan]] = MappingProxyType(
@@ -281,7 +281,7 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kernel", choices=KERNELS, action="append", help="default: all")
     parser.add_argument("--plan", choices=PLANS, default="mesh(256, 16)")
     parser.add_argument("--rounds", type=int, default=20)

@@ -11,7 +11,6 @@ its time is that of one pass. ringmaster's gated delta rule is its torch fallbac
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -30,6 +29,7 @@ from tilewise.integrations.transformers import state_rules
 from tilewise.transport.processes import gather_yields
 from tilewise_tools.bench.environment import environment, installed
 from tilewise_tools.lab import Lab
+from tilewise_tools.naming import Parser
 
 ROWS = Path(__file__).parent / "results" / "hybrid_layers.jsonl"
 HEADS, DIM, CHUNK = 4, 32, 64  # widths of keys, values and states
@@ -267,7 +267,7 @@ def show(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--lab", action="store_true", help="8 hosts; needs Linux, root, ip and tc")
     parser.add_argument("--show", action="store_true", help="only show the rows that are there")
     parser.add_argument("--rows", type=Path, default=ROWS)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import tilewise as tw
+from tilewise_tools.naming import Parser
 
 HEADS, HEAD_DIM, V_HEAD_DIM, LATENT = 128, 192, 128, 512 + 64
 TOKENS = 1 << 18
@@ -71,4 +72,5 @@ def table(found: list[Row]) -> str:
 
 
 if __name__ == "__main__":
+    Parser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     print(table(rows()))

@@ -12,7 +12,6 @@ Its kernels' flops.csv has seqlen or sparsity_ratio first, then a column per ker
 Source: arXiv 2510.17896, github NJUDeepEngine/LongCA-bench.
 """
 
-import argparse
 import csv
 import io
 import json
@@ -23,6 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tilewise_tools.bench.results import FORMAT
+from tilewise_tools.naming import Parser
 
 Row = dict[str, Any]
 DISTRIBUTED = frozenset({"baseline", "masktype", "world_size", "wd", "mean_tflops"})
@@ -121,7 +121,7 @@ def _speed(tflops: float) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="CSV files of LongCA-bench")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the rows, as .jsonl")
     options = parser.parse_args()

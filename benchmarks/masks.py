@@ -28,6 +28,7 @@ from tilewise.plan.payload import head_groups
 from tilewise.strategies import catalog
 from tilewise.strategies.mesh import mesh
 from tilewise.strategies.ring import ring
+from tilewise_tools.cli.group import OneCommand
 from tilewise_tools.cli.mask import MaskOptions
 from tilewise_tools.cli.mask import mask as draw_mask
 from tilewise_tools.cli.options import AsJson, command_of, option
@@ -369,8 +370,12 @@ def draw_pictures(folder: Path) -> None:
         draw_mask(MaskOptions(name, PICTURED_TOKENS, PICTURED_RANKS, layout, seed, png=path))
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
-app.command()(command_of(_masks, MasksOptions))
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(cls=OneCommand)(command_of(_masks, MasksOptions))
 
 if __name__ == "__main__":
     app()

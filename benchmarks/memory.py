@@ -9,7 +9,6 @@ busiest rank's. The last row holds all shards of its tile.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.simulator import simulate_pass
 from tilewise.strategies.mesh_schedules.greedy import least_held
 from tilewise_tools.doctor import require
+from tilewise_tools.naming import Parser
 from tilewise_verify.palette import chart_style
 
 
@@ -66,7 +66,7 @@ def picture(path: str, table: list[Row], title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=256)
     parser.add_argument("--q-tile", type=int, default=8)
     parser.add_argument("--machine", default="h100x8")

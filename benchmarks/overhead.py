@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from tilewise.kernels.registry import kernel_for
 from tilewise.tiles.calls import KernelCall as KernelCall
 from tilewise.tiles.calls import Kind
 from tilewise.transport.protocol import Message
+from tilewise_tools.naming import Parser
 
 WORLD, TOKENS, HEADS, WIDTH, REPEATS = 64, 16, 4, 32, 200
 
@@ -75,6 +75,9 @@ def microseconds(run: Callable[[], object]) -> float:
 
 
 def main() -> None:
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true")
+    as_json = parser.parse_args().json
     torch.set_num_threads(1)
     q, k, v = (torch.randn(TOKENS, 1, HEADS, WIDTH) for _ in range(3))
     layout = tw.contiguous(WORLD * TOKENS, WORLD)
@@ -108,7 +111,7 @@ def main() -> None:
         "overhead_us_per_step": round(statistics.median(b - a for a, b in steps) / WORLD, 1),
         "overhead_us_per_call": round(statistics.median(b - a for a, b in calls), 1),
     }
-    print(json.dumps(row) if "--json" in sys.argv else row)
+    print(json.dumps(row) if as_json else row)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Volumes are counted, times are simulated: nothing is measured. docs/papers.md sh
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,6 +20,8 @@ from paper_volume import mesh_volume
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+from tilewise_tools.naming import Parser
 
 STUDIES: MappingProxyType[str, Study] = MappingProxyType(
     {"volume": mesh_volume, "time": mesh_times, "grid": attention2d, "scaling": longca}
@@ -89,7 +90,7 @@ def show(paper: Paper, console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default=",".join(STUDIES), help="some of %(default)s")
     parser.add_argument("--json", action="store_true", help="one object per claim and row")
     given = parser.parse_args()

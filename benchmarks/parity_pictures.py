@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tilewise_tools.naming import Parser
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "img" / "parity"
 T, RANKS = 48, 4
@@ -33,6 +34,7 @@ SHOWN = {
 
 
 def main() -> None:
+    Parser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     for cause, (allowed, asked) in SHOWN.items():
 

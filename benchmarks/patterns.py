@@ -8,7 +8,6 @@ all keys to everybody. Areas: largest over mean.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from typing import Any
@@ -19,6 +18,7 @@ from hypergraph import reference
 
 import tilewise as tw
 from tilewise_tools.mask_report.figures import Moved, moved
+from tilewise_tools.naming import Parser
 
 CHUNKS = 8  # of a rank, for the reference
 
@@ -65,7 +65,7 @@ def row(name: str, n: int, tokens: int, num_kv_heads: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--kv-heads", type=int, default=64)

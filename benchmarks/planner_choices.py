@@ -7,7 +7,6 @@ A choice may take 1 % longer, by simulation, than the one in benchmarks/cases/pl
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gc
 import json
@@ -23,6 +22,7 @@ import numpy as np
 import tilewise as tw
 from tilewise.layouts.balanced import default_layout
 from tilewise.workload import LAYOUTS
+from tilewise_tools.naming import Parser
 
 STORED = Path(__file__).parent / "cases" / "planner_choices.csv"
 
@@ -159,7 +159,7 @@ def line(case: Case, now: Choice, then: Choice) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = Parser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", help="numbers of cases, from 0, such as 0,5,23")
     parser.add_argument("--json", action="store_true", help="a line of JSON a case")
     parser.add_argument("--write", type=Path, help="store the choices instead of comparing them")

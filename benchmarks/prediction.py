@@ -12,7 +12,6 @@ and the factors that they tell, on kernels and on all else, are those of the loa
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -29,6 +28,7 @@ import tilewise as tw
 from tilewise.expressions import read_plan
 from tilewise.transport.processes import gather_yields
 from tilewise_tools.calibration.measure import calibrate_here, fitted, last, trials
+from tilewise_tools.naming import Parser
 
 APART = 1.15
 """Measured times that differ by more count when orders are compared."""
@@ -188,7 +188,7 @@ def calibrated() -> tw.Machine:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     parser.add_argument("--machine", type=Path)
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--repeats", type=int, default=7)

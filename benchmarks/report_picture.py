@@ -9,12 +9,13 @@ The sections before the assignment are left out, so that both fit one picture. N
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+
+from tilewise_tools.naming import Parser
 
 SIZE, SCALE = "1280,1375", "0.703125"  # of the window; the picture's pixels are their product
 DRAWN = "20000"  # milliseconds of the page's clock, by which its charts are drawn
@@ -22,7 +23,7 @@ SECTION, PARTS = r'<section id="(?:why|others)">.*?</section>', r"<nav .*?</nav>
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("page", type=Path, metavar="HTML")
     parser.add_argument("picture", type=Path, metavar="PNG")
     given = parser.parse_args()

@@ -22,7 +22,6 @@ layout, plan and one rank's share (prepare).
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from tilewise.batches.schedule import BatchStep
 from tilewise.integrations.data import pack
 from tilewise.layouts.layout import Run
 from tilewise_tools.mask_report.figures import moved
+from tilewise_tools.naming import Parser
 
 MACHINE = tw.Machine.preset("h100x8")
 PARAMETERS = 8e9 / 32
@@ -214,7 +214,7 @@ def rows(mix: str, n: int, num_steps: int, seed: int = 0) -> Iterator[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ranks", default="64,256")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--mixes", default=";".join(MIXES), help="separated by ;")

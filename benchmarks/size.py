@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from tilewise_tools.naming import Parser
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 APART = ("tilewise/integrations", "tilewise_verify", "tilewise_tools")
@@ -82,6 +84,7 @@ def over_budget(packages: Mapping[str, int], allowed: Mapping[str, int]) -> list
 
 
 def main() -> None:
+    Parser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     folders, allowed = by_folder(), budgets()
     packages = by_package(folders)
     for folder, lines in sorted(folders.items(), key=lambda item: -item[1]):

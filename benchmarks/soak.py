@@ -30,6 +30,7 @@ import torch.multiprocessing as mp
 import tilewise as tw
 from tilewise.compiler.code import Code
 from tilewise.execution.call import Call
+from tilewise_tools.naming import Parser
 
 LOOKS, WARM, GROWTH = 10, 2, 1.03
 KINDS = Call, tw.Plan, Code
@@ -96,7 +97,7 @@ def train(rank: int, port: int, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--tokens", type=int, default=64, help="of all ranks")
     parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4), help="of four heads")

@@ -7,13 +7,13 @@ per rank that computes the cell; right the ranks' steps, with an arrow for each 
 `timeline_<name>.svg`: both passes as simulated on two nodes that have one NIC each.
 """
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
 from pathlib import Path
 
 import tilewise as tw
+from tilewise_tools.naming import Parser
 from tilewise_tools.report.drawing import colour
 from tilewise_tools.report.timeline import LANE_NAMES, LANES, OWN, timeline
 from tilewise_tools.report.words import in_words, quantity
@@ -196,7 +196,7 @@ def times(plan: tw.Plan) -> str:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments = Parser(description=__doc__)
     arguments.add_argument("folder", type=Path)
     folder = arguments.parse_args().folder
     for name, plan in PLANS.items():

@@ -7,12 +7,12 @@ Its source is [tool.tilewise.support] in pyproject.toml: by package the lowest a
 version with which the tests passed.
 """
 
-import argparse
 import sys
 import tomllib
 from pathlib import Path
 
 from benchmarks.docs_tables import lines_of, replaced
+from tilewise_tools.naming import Parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/versions.md")
@@ -39,7 +39,7 @@ def written(page: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()

@@ -6,7 +6,6 @@ as messages that are all posted at once. In turn; medians, and the slowest rank'
     sudo python -m benchmarks.team_exchange [--hosts 8] [--mbit 50] [--kib 16 32 64 128 512]
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from torch import Tensor
 from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Message, TeamMessages
 from tilewise_tools.lab.lab import Lab
+from tilewise_tools.naming import Parser
 
 Way = Callable[[DistTransport, Tensor, Tensor, list[int]], None]
 
@@ -88,7 +88,7 @@ def measure(rank: int, kib: list[int], repeats: int) -> dict[tuple[int, str], li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--hosts", type=int, default=8)
     parser.add_argument("--mbit", type=float, default=50)
     parser.add_argument("--kib", type=int, nargs="*", default=[16, 32, 64, 128, 512], help="a peer")

@@ -12,7 +12,6 @@ the best mesh so pruned.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ import numpy as np
 import tilewise as tw
 from tilewise_tools.doctor import require
 from tilewise_tools.mask_report.figures import moved
+from tilewise_tools.naming import Parser
 from tilewise_verify.palette import chart_style, rank_colours
 
 RANKS = (8, 16, 32, 48, 64, 96, 128, 256)
@@ -137,7 +137,7 @@ def picture(path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--causal", action="store_true", help="the table (the default)")
     parser.add_argument("--picture", metavar="PNG", help="draw who computes what instead")
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)))

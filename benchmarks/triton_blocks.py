@@ -9,7 +9,6 @@ that do not fit the GPU have a row that says so.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 from tilewise.kernels.triton.kernel import TritonSlices
 from tilewise.kernels.triton.tuning import LaunchBlocks, Tuning, tuning_for
 from tilewise.tiles.calls import KernelCall, Kind
+from tilewise_tools.naming import Parser
 
 KINDS = {"full": Kind.FULL, "causal": Kind.CAUSAL}
 # By head_dim: of blocks of rows (forward and dq), and of blocks of keys.
@@ -96,7 +96,7 @@ def milliseconds(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--head-dim", type=int, choices=BY_ROWS, action="append")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--mask", choices=KINDS, default="causal")

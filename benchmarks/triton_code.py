@@ -12,7 +12,6 @@ the larger, and their sum where nothing overlaps. The tools come with triton.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -35,6 +34,7 @@ from tilewise.kernels.triton.tuning import (
 )
 from tilewise.kernels.triton.views import TensorView
 from tilewise.kernels.triton.work_list import UNIT
+from tilewise_tools.naming import Parser
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALIGNED = [["tt.divisibility", 16]]
@@ -328,7 +328,7 @@ def table(codes: list[Code]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arch", type=int, default=90, help="compute capability, as 90")
     parser.add_argument(
         "--head-dim",

@@ -9,7 +9,6 @@ library; outputs and gradients are compared. Kernels of flash_attn are computed 
 
 from __future__ import annotations
 
-import argparse
 import json
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ import tilewise as tw
 from benchmarks.peers import contenders
 from benchmarks.peers.more import LucidRing, Ringmaster
 from tilewise_tools.bench.case import BenchCase, LabNetwork
+from tilewise_tools.naming import Parser
 
 RANKS, NUM_TOKENS, HEADS, KV_HEADS, DIM = 4, 128, 4, 2, 16
 MASKS = {
@@ -99,7 +99,7 @@ def row(peer: Any, mask: str, dtype: str) -> dict[str, str]:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    options = Parser(description=(__doc__ or "").partition("\n")[0])
     options.add_argument("--library", default="", help="only those with this in their name")
     options.add_argument("--output", type=Path, help="write the rows as JSON to this file")
     given = options.parse_args()

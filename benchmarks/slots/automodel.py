@@ -10,7 +10,6 @@ through Automodel's `ContextParallelSharder`, against the same step of whole row
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from tilewise.integrations import automodel
 from tilewise.transport.processes import run_ranks
+from tilewise_tools.naming import Parser
 
 RANKS, BATCH = 2, 2
 LENGTHS = (22, 13, 22)
@@ -120,7 +120,7 @@ def distance(clone: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("clone", type=Path)
     clone = parser.parse_args().clone.resolve()
     paths = [str(clone), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]

@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.slots import stand_ins
 from tilewise.compat import ring_flash_attn
+from tilewise_tools.naming import Parser
 
 LEFT_OUT = ("test_triton_kernels.py",)
 BOUNDS = {"bfloat16": 0.035, "float32": 2e-5}
@@ -34,7 +35,7 @@ LINE = re.compile(r"\[(\d+)\] max ([^,]+), mean")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("clone", type=Path)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--dtype", choices=tuple(BOUNDS), default="bfloat16")

@@ -9,7 +9,6 @@ the same step of the whole rows: logits and every gradient.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from benchmarks.slots import stand_ins
 from tilewise.compat import ring_flash_attn
 from tilewise.transport.processes import run_ranks
+from tilewise_tools.naming import Parser
 
 RANKS = 2
 LENGTHS = (5, 12, 8)
@@ -175,7 +175,7 @@ def check_prime_rl(clone: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--openrlhf")
     parser.add_argument("--prime-rl")
     options = parser.parse_args()

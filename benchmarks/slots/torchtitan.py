@@ -13,7 +13,6 @@ out.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import re
 import shutil
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.transport.processes import run_ranks
+from tilewise_tools.naming import Parser
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "torchtitan.md"
 RANKS, BATCH = 2, 2
@@ -159,7 +159,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    Parser(description=__doc__).parse_args()
     worst = 0.0
     with tempfile.TemporaryDirectory() as place:
         patched(Path(place), PAGE.read_text(encoding="utf-8"))

@@ -12,7 +12,6 @@ largest scores and every gradient against dense attention. Cases of fp8 count as
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
 import os
@@ -29,6 +28,7 @@ from torch import Tensor
 import tilewise as tw
 from benchmarks.slots import stand_ins
 from tilewise.integrations.transformer_engine import DotProductAttention
+from tilewise_tools.naming import Parser
 
 TOKENS, WIDTH, WINDOW = 32, 32, 64
 """Tokens of a sequence, by how much widths are divided, and windows (with a rest of 1 at least)."""
@@ -285,7 +285,7 @@ def from_format(x: Tensor, kind: str) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("clone", type=Path)
     parser.add_argument("--capability", type=int, nargs=2, default=(10, 0))
     options = parser.parse_args()

@@ -30,6 +30,7 @@ from benchmarks.study.where import where
 from tilewise.arguments import of_kind
 from tilewise.masks.base import Causal, Full
 from tilewise.masks.lengths import Draw
+from tilewise_tools.cli.group import OneCommand
 from tilewise_tools.cli.options import (
     AsJson,
     WorkOptions,
@@ -204,8 +205,13 @@ def _names(options: StudyOptions) -> list[str]:
     return names
 
 
-app = typer.Typer(pretty_exceptions_show_locals=False)
-app.command()(command_of(_study, StudyOptions, WorkOptions, without=LEFT_OUT, usual=USUAL))
+app = typer.Typer(
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(cls=OneCommand)(
+    command_of(_study, StudyOptions, WorkOptions, without=LEFT_OUT, usual=USUAL)
+)
 
 if __name__ == "__main__":
     app()

@@ -6,6 +6,7 @@ mesh(16, q_tile=4)      ulysses(2, inner=ring(4))      causal & window(1023, 0) 
 import ast
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -151,18 +152,20 @@ def _value(node: ast.expr, text: str, known: Mapping[str, Callable[..., Any]], w
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, RecursionError):
+            part = ast.unparse(node)
+            place = "" if part == text.strip() else f" in {text!r}"
             raise ValueError(
-                f"{ast.unparse(node)!r} in {text!r} is neither a literal nor a {what}"
+                f"{part!r}{place} is neither a literal nor a {what} ({', '.join(known)})"
             ) from None
     make = _known(ast.unparse(node.func), known, what)
     if any(word.arg is None for word in node.keywords):
         raise ValueError(f"{text!r}: ** cannot be read; write the arguments")
     args = [_value(part, text, known, what) for part in node.args]
     words = {str(word.arg): _value(word.value, text, known, what) for word in node.keywords}
-    return _call(make, args, words)
+    return _call(ast.unparse(node), make, args, words)
 
 
-def _call(make: Callable[..., Any], args: list[Any], words: dict[str, Any]) -> Any:
+def _call(text: str, make: Callable[..., Any], args: list[Any], words: dict[str, Any]) -> Any:
     given = (*args, *words.values())
     numbers = [x for x in given if type(x) is int and x > 0]
     inner = [x.world_size for x in given if isinstance(x, Plan)]
@@ -178,3 +181,6 @@ def _call(make: Callable[..., Any], args: list[Any], words: dict[str, Any]) -> A
         name = make.__name__ if inspect.isfunction(make) else make.__name__.lower()
         names = ", ".join(str(p).replace("'", "") for p in signature.parameters.values())
         raise ValueError(f"{name}({names}): {error}") from None
+    except ValueError as error:  # as the call says it: world_size=0, not world_size (0)
+        said = re.sub(r"\b([a-z]\w*) \(([^()]*)\)", r"\1=\2", str(error))
+        raise ValueError(f"{text}: {said}") from None

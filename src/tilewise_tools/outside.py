@@ -26,6 +26,16 @@ def is_outside(text: str) -> bool:
     return bool(colon) and name.isidentifier() and "(" not in module
 
 
+def require_no_file(text: str, what: str) -> None:
+    """Refuse the name of a file alone where an expression is wanted.
+
+    Args:
+        what: the object of a Python file that can be named instead.
+    """
+    if Path(text).suffix == ".py":
+        raise ValueError(f"{text} is a whole file; write {text}:name of {what}")
+
+
 def module_of(text: str) -> ModuleType:
     """A module by its name, also one of the working directory; or a file that ends in .py.
 
@@ -71,11 +81,11 @@ def plan_of(text: str, world_size: int | None, ranks_option: str = "--world-size
         ValueError: if it is none, or for another number of ranks.
     """
     loaded = load(text)
-    if not isinstance(loaded, Plan):
+    if callable(loaded):
         if world_size is None:
             raise ValueError(f"{text} is a function of the number of ranks; add {ranks_option}")
         loaded = called(text, loaded, world_size)
-    plan = require_type(Plan, text, loaded, "tw.ring(n)")
+    plan = require_type(Plan, text, loaded, "tw.ring(n), or a function of the number of ranks")
     if world_size not in (None, plan.world_size):
         raise ValueError(
             f"{text} is for {plan.world_size} ranks, but {ranks_option} is {world_size}"

@@ -247,7 +247,9 @@ def test_the_best_hybrid_of_256_ranks_sends_a_twentieth_of_the_ring():
 
 def test_memory_that_nothing_fits_names_what_needs_least():
     work = workload(8, save=None)
-    with pytest.raises(ValueError, match=r"no plan fits into 1000 bytes a rank; .* needs least, "):
+    with pytest.raises(
+        ValueError, match=r"memory_bytes \(1000\) is too little for .* needs least, "
+    ):
         tw.search(work, machine(), world_size=8, memory_bytes=1000)
     found = tw.search(work, machine(), world_size=8)
     least = min(one.peak_bytes for one in found)
@@ -295,11 +297,16 @@ def test_a_reason_names_slower_kernels_where_waiting_is_not_what_costs():
     said = reason(row, (best, row), 1.475)
     assert said == (
         "47.5% longer than mesh: it computes 1.47 s against 999 ms in smaller and slower kernel "
-        "calls, and waits 400 us against 1 ms."
+        "calls, and waits 400 µs against 1 ms."
     )
     copies = row._replace(overhead_seconds=0.45)
     assert reason(copies, (best, copies), 1.475) == (
-        "47.5% longer than mesh: it copies and merges for 450 ms against 0 us, and waits 400 us "
+        "47.5% longer than mesh: it copies and merges for 450 ms against 0 µs, and waits 400 µs "
+        "against 1 ms."
+    )
+    nearly = row._replace(seconds=2000.0, exposed_seconds=0.99996e-3)  # neither 2e+03 nor 1e+03
+    assert reason(nearly, (best, nearly), 1.475).endswith(
+        "it computes 2000 s against 999 ms in smaller and slower kernel calls, and waits 1 ms "
         "against 1 ms."
     )
     first = reason(copies, [copies], None)

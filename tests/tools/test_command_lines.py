@@ -6,10 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import tilewise as tw
+from benchmarks.masks import app as masks_app
+from benchmarks.study.__main__ import app as study_app
 from tilewise_tools.cli import app
+from tilewise_tools.naming import Parser
 
 CODE = """
 import tilewise as tw
@@ -25,13 +29,17 @@ def ring(world_size):
 
 def causal(num_tokens):
     return tw.Causal()
+
+
+def broken(number):
+    return number / 0
 """
 CONFIG = {
     **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64},
     **{"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8},
     **{"num_key_value_heads": 4, "vocab_size": 100, "max_position_embeddings": 131072},
 }
-FILES = {"mine.py", "config.json", "plan.json", "results.jsonl"}
+FILES = {"mine.py", "config.json", "plan.json", "results.jsonl", "m.toml", "note.txt"}
 
 GOOD = (
     ("show ring(4)", "rank 3"),
@@ -65,7 +73,31 @@ BAD = (
     ("simulate ring(4) --num-tokens 4K --dtype int8", "--dtype ('int8') must be 'float64', "),
     ("simulate ring(4) --num-tokens 4K --save often", "--save ('often') must be 'replay' or"),
     ("simulate ring(4) --num-tokens 4K --mask nothing", "--mask 'nothing' is not known; take one"),
-    ("simulate ring(4) --num-tokens 4K --wire none --mask mine.py:number", "no function, but int"),
+    ("simulate ring(4) --num-tokens 4K --mask mine.py:number", "--mask mine.py:number is of type"),
+    ("simulate ring(4) --num-tokens 4K --mask mine.py", "--mask: mine.py is a whole file; write"),
+    (
+        "simulate ring(4) --num-tokens 4K --mask mine.py:broken",
+        "--mask: mine.py:broken failed: Zero",
+    ),
+    ("simulate ring(4) --num-tokens 4K --mask causal&", "--mask: 'causal&' cannot be read; write"),
+    (
+        "simulate ring(4) --num-tokens 4K --mask window(-1,0)",
+        "--mask: window(-1, 0): Window left=-1",
+    ),
+    ("simulate ring(4) --num-tokens 4K --wire float8(", "--wire: 'float8(' cannot be read; write"),
+    ("simulate ring(4) --num-tokens 4K --machine m.toml", "--machine: m.toml: machine lacks name"),
+    (
+        "simulate ring(4) --num-tokens 4K --backward-plan ring(8)",
+        "--backward-plan: ring(8) is for 8",
+    ),
+    ("simulate ring(4) --num-tokens 4K --layout spiral", "--layout ('spiral') must be one of"),
+    ("simulate ring(0) --num-tokens 4K", "ring(0): world_size=0 must be at least 1"),
+    ("simulate m.toml --num-tokens 4K", "'m.toml' is neither a literal nor a strategy (ring, "),
+    ("simulate mine.py --num-tokens 4K", "mine.py is a whole file; write mine.py:name of a plan"),
+    (
+        "simulate mine.py:number --num-tokens 4K",
+        "must be a Plan, such as tw.ring(n), or a function",
+    ),
     ("simulate ring(4) --num-tokens 4K --machine fast", "--machine ('fast') is neither a preset"),
     ("simulate ring(4) --num-tokens 4K --world-size 8", "but --world-size is 8"),
     ("simulate ring(4) --num-tokens 4K --trace made/t.json", "made is no folder; make it, or"),
@@ -76,13 +108,24 @@ BAD = (
     ("show ring(4) --after tiles", "--after is of a rank's code; add --code"),
     ("show ring(4) --check --json", "--json is of the grid"),
     ("show ring(4) --check --rank 1", "--rank is of the grid"),
+    ("show ring(4) --code --rank 4", "--rank (4) must be from 0 to 3"),
+    ("show ring(4) --code --after tea", "--after 'tea' is not known; take one of naive, "),
+    ("show ring(4) --code --mask", "Option '--mask' requires an argument; see root show -h"),
+    ("show ring(4) --check --reduction canonical", "take one of these, or --reduction='fast'"),
     ("show ring(4) --layout zigzag", "pruned by --mask; add it"),
     ("show ring(4) --rank 4", "--rank (4) must be from 0 to 3"),
     ("plan --world-size 4 --num-tokens 4K --memory 1X", "--memory ('1X') must be a number of"),
     ("plan --world-size 4 --num-tokens 4K -o made/plan.json", "made is no folder; make it, or"),
+    ("plan --world-size 4 --num-tokens 4K --memory 1K", "--memory (1000) is too little for a rank"),
+    (
+        "plan --world-size 4 --num-tokens 4K --strategy ring(8)",
+        "--strategy: ring(8) is for 8 ranks",
+    ),
+    ("plan --world-size 4 --num-tokens 4K --strategy rig", "--strategy 'rig' is not known; take"),
     ("plan --world-size 4 --preset radio", "--preset 'radio' is not known; take one of"),
     ("mask causal --num-tokens 1K --seed 3", "--seed is of patterns that are drawn: "),
     ("mask sliding_window --num-tokens 1K --corpus pile", "--corpus is of patterns that are drawn"),
+    ("mask causal_document --corpus no.csv", "--corpus no.csv cannot be read: No such file"),
     ("mask causal --layout round", "'--layout': "),
     ("mask causal --world-size 2000", "--world-size (2000) must be from 1 to 1024"),
     (
@@ -90,25 +133,58 @@ BAD = (
         "--for 'nobody' is not known",
     ),
     ("advise --for megatron --model config.json --num-tokens 4K --ranks 16", "--ranks (16) must"),
+    ("advise --for megatron --model no.json --num-tokens 4K", "--model: no.json cannot be read"),
+    ("fits --model plan.json", "--model: plan.json: model_type is missing"),
     ("fits --model config.json --cp 8 --strategy ring(4)", "is for 4 ranks, but --cp is 8"),
     ("fits --model config.json --cp 2 --strategy tiled", "tiled sees the mask"),
     ("fits --model config.json --offload all", "--offload 'all' is not known; take one of"),
     ("report plan.json --num-tokens 0 -o made/p.html", "--num-tokens ('0') must be a number"),
     ("report plan.json --num-tokens 4K --heads 3:2 -o made/p.html", "--heads: num_heads (3) must"),
+    (
+        "report plan.json --num-tokens 4K --machine no -o made/p.html",
+        "--machine ('no') is neither a",
+    ),
     ("report results.jsonl --num-tokens 4K -o made/p.html", "options such as --num-tokens"),
     ("report plan.json --csv made/rows.csv -o made/p.html", "--csv writes a benchmark's rows"),
     ("bench strategies --quick --num-tokens 2K --tokens-per-rank 1K", "--tokens-per-rank both say"),
     ("bench strategies --quick --cases cases.toml", "--quick and --cases both say what to run"),
     ("bench strategies --quick --mask causal --window 64", "window is of sliding_window"),
+    ("bench strategies --quick --num-tokens 2Q", "--num-tokens ('2Q') must be a number such as"),
+    ("bench strategies --quick --world-size 0", "--world-size (0) must be at least 1"),
+    ("bench strategies --quick --repeats 0", "--repeats (0) must be at least 1"),
+    ("bench strategies --quick --heads 3:2", "--heads: num_heads (3) must be a multiple of"),
+    ("bench strategies --quick --seed -1 -o made/r.jsonl", "--seed (-1) must be at least 0"),
+    ("bench strategies --quick --strategy ring(9) -o made/r.jsonl", "--strategy ring(9) is for 9"),
+    ("bench strategies --quick --strategy ring(0)", "--strategy: ring(0): world_size=0 must be"),
+    ("bench strategies --quick --wire float8(0)", "--wire: float8(0): block=0 must be at least 1"),
+    ("bench strategies --quick --ulysses-degree 0", "--ulysses-degree (0) must be at least 2"),
+    ("bench strategies --quick --mask mine.py", "--mask: mine.py is a whole file; write mine.py:"),
+    ("bench strategies --cases m.toml", "--cases: m.toml: kind is None, this command wants"),
+    ("bench strategies --quick --also mine.py", "--also: mine.py is no module with a function"),
+    (
+        "bench strategies --quick --profile made -o results.jsonl",
+        "--output: results.jsonl holds no",
+    ),
+    ("bench kernels --quick --kernel cpu -o note.txt", "--output: note.txt holds no rows"),
     ("bench kernels --quick --strategy ring", "No such option: --strategy"),
     ("lab run --hosts 0", "--hosts (0) must be from 1 to 250"),
     ("lab run --hosts 2 --num-tokens 2K --tokens-per-rank 1K", "both say how long; give one"),
     ("lab run --hosts 2 --strategy ring(4)", "is for 4 ranks, but --hosts x --ranks-per-host is 2"),
+    (
+        "lab run --hosts 2 --limited --strategy mine.py:broken",
+        "--strategy: mine.py:broken failed: Z",
+    ),
+    ("lab calibrate --hosts 1", "--hosts (1) x --ranks-per-host (1) must be 2 or more"),
     ("calibrate --world-size 1 -o m.toml", "--world-size (1) must be from 2 to 64"),
     ("calibrate --world-size 4 --node-size 3 -o m.toml", "--node-size (3) must divide"),
+    ("demo --num-tokens 1M", "--num-tokens (1048576) must be from 1 to 16384"),
     ("demo --world-size 17", "--world-size (17) must be from 1 to 16"),
-    ("explain nowhere -o made/p.html", "made is no folder; make it, or write p.html elsewhere"),
+    (
+        "explain nowhere -o made/p.html",
+        "--output: made is no folder; make it, or write p.html elsewhere",
+    ),
     ("parity mine.py:number --html p.html", "must be FILE.py:NAME of a function"),
+    ("parity mine.py:ring --html made/p.html", "--html: made is no folder; make it, or write"),
 )
 
 
@@ -121,6 +197,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "plan.json").write_text(tw.ring(2).to_json())
     (tmp_path / "results.jsonl").write_text('{"contender": "ring"}\n')
+    (tmp_path / "m.toml").write_text("")
+    (tmp_path / "note.txt").write_text("not a row")
     return tmp_path
 
 
@@ -142,6 +220,29 @@ def test_bad_command_lines_end_in_one_line_and_leave_nothing(line: str, words: s
     ended = CliRunner().invoke(app, line.split())
     assert ended.exit_code == 2
     assert words in ended.stderr
+    assert not re.search(r"-\w*---|----", ended.stderr)  # each option is named once
     assert ended.stderr.startswith("tilewise: ") and ended.stderr.count("\n") == 1
     assert ended.stdout == ""
     assert left_behind(folder) == set()
+    assert (folder / "note.txt").read_text() == "not a row"
+
+
+@pytest.mark.parametrize("words", ("--frobnicate", "--num 3", "left over"))
+def test_scripts_of_benchmarks_refuse_words_in_one_line(
+    words: str, capsys: pytest.CaptureFixture[str]
+):
+    parser = Parser(prog="tiled.py")
+    parser.add_argument("--num", type=int, choices=(1, 2))
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(words.split())
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("tiled.py: ") and said.endswith("; see tiled.py -h\n")
+    assert words.split()[0] in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("app_of_one", (masks_app, study_app))
+def test_apps_of_benchmarks_refuse_words_as_commands_do(app_of_one: typer.Typer):
+    ended = CliRunner().invoke(app_of_one, ["--frobnicate"])
+    assert ended.exit_code == 2 and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("tilewise: No such option: --frobnicate; see ")

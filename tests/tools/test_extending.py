@@ -196,7 +196,7 @@ def test_a_plan_of_ones_own_is_shown_and_simulated(folder: Path):
             "strategy",
             "computes no attention",
         ),
-        ("bad_mask.py", "f = lambda n: 'causal'\n", "mask", "is a str; give a mask"),
+        ("bad_mask.py", "f = lambda n: 'causal'\n", "mask", "is of type str; give a mask"),
         ("bad_name.py", "g = 1\n", "mask", "has no 'f'; it has g"),
         ("bad_code.py", "x = 1\ny = 1 / 0\n", "kernel", "line 2"),
     ],

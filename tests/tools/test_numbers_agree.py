@@ -24,7 +24,7 @@ from tilewise_tools.report.bench_report import read_rows
 from tilewise_tools.report.page import Figure, Page, TextTable
 from tilewise_tools.report.plan_charts import BUSY
 from tilewise_tools.report.plan_report import page_of, subject_of
-from tilewise_tools.report.words import quantity
+from tilewise_tools.report.words import quantity, short
 
 MASKS = {
     "causal": tw.Causal(),
@@ -97,6 +97,21 @@ def test_a_plans_page_says_what_its_charts_table_and_simulate_say(
     assert card["Sent by a rank"] == quantity(sum(links.values()), "B")
     for name, value in links.items():
         assert column(sent.rows, name)[place] == quantity(value, "B")
+
+
+def test_a_plan_has_one_time_in_charts_table_and_head(planned: tuple[Path, Page]):
+    path, page = planned
+    rows = [row for row in load_candidate(path).rows if row.plan == row.backward_plan]
+    ranked = {
+        short(row.plan): (quantity(row.seconds, "s"), quantity(row.exposed_seconds, "s"))
+        for row in rows
+    }
+    columns = (column(figure(page, "seconds").rows, x) for x in ("plan", "both passes", "waiting"))
+    charted = {plan: figures for plan, *figures in zip(*columns, strict=True)}
+    both = ranked.keys() & charted.keys()
+    assert {"ring(8)"} < both
+    assert {plan: list(ranked[plan]) for plan in both} == {plan: charted[plan] for plan in both}
+    assert f"a ring takes {ranked['ring(8)'][0]}" in {fact.note for fact in page.facts}
 
 
 def test_the_first_line_of_a_plans_table_is_its_card(planned: tuple[Path, Page]):
@@ -204,3 +219,9 @@ def test_a_parity_page_says_what_its_json_says():
     (table,) = (section.table for section in page.sections if section.name == "deviations")
     errors = [f"{one['error']:.3g}" for one in said["deviations"]]
     assert errors and column(table, "times rounding") == errors
+
+
+def test_the_page_of_a_model_that_is_the_same_has_no_empty_tables():
+    report = tw.parity(*made(Settings()), share, world_size=2, backend="loopback")
+    page = parity_page("mine.py:split", 2, report)
+    assert facts(page)["equal"] == "yes" and page.sections == ()

@@ -273,6 +273,7 @@ class PairSearch:
         if leanest.backward.option != leanest.forward.option:
             names += f" with {leanest.backward.plan.name} in backward"
         return (
-            f"no plan fits into {self.memory} bytes a rank; {names} (save={leanest.save!r}) needs "
-            f"least, {leanest.peak_bytes} bytes: give as many, or use more ranks"
+            f"memory_bytes ({self.memory}) is too little for a rank of any plan; "
+            f"{names} (save={leanest.save!r}) "
+            f"needs least, {leanest.peak_bytes} bytes: give as many, or use more ranks"
         )

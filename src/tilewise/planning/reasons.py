@@ -118,14 +118,15 @@ def _against(row: ComparedFigures, best: ComparedFigures) -> str:
 
 
 def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    return _amount(seconds, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)))
 
 
 def _bytes(count: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
+    return _amount(count, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
+
+
+def _amount(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """A value in the largest unit that it reaches once it is rounded to three digits."""
+    unit, size = next((one for one in units if value >= 0.9995 * one[1]), units[-1])
+    digits = f"{value / size:.0f}" if value >= 999.5 * size else f"{value / size:.3g}"
+    return f"{digits} {unit}"

@@ -22,6 +22,7 @@ from tilewise.strategies.tiled import tiled_layout
 from tilewise.wires.wire import Wires
 from tilewise_tools.mask_report import figures
 from tilewise_tools.mask_report.named import USUAL, Axes, mask_of
+from tilewise_tools.naming import naming
 
 KINDS = ("kernels", "strategies", "network")
 PASSES = ("forward", "backward", "both")
@@ -92,6 +93,7 @@ class BenchCase:
             require_known(what, value, known)
         for what in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "world_size"):
             require_range(what, getattr(self, what))
+        require_range("seed", self.seed, 0)
         of_kind("dtype", self.dtype, DtypeName)
         head_groups(self.num_heads, self.num_kv_heads, 1)
         self.axes.check()
@@ -114,7 +116,8 @@ class BenchCase:
 
     def make_mask(self) -> Mask:
         """The mask, the same on every rank."""
-        return mask_of(self.mask, self.num_tokens, self.seed, self.axes)
+        with naming("mask"):
+            return mask_of(self.mask, self.num_tokens, self.seed, self.axes)
 
     def timed(self, forward: Iterable[Any], backward: Iterable[Any]) -> list[Any]:
         """Return figures of the timed pass, from those of forward and of backward; of both, their

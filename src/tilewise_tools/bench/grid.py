@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 from tilewise import masks
 from tilewise.arguments import require_known, require_range
-from tilewise.expressions import WIRE, read_heads
+from tilewise.expressions import WIRE, read_heads, read_plan
 from tilewise.kernels.registry import PROVIDERS
 from tilewise_tools.bench.case import KINDS, LAYOUTS, BenchCase, LabNetwork, Timing, known_fields
 from tilewise_tools.bench.contender import Contender
 from tilewise_tools.bench.our_kernels import DENSE, kernel
-from tilewise_tools.bench.our_strategies import HYBRIDS, STRATEGIES, strategy
+from tilewise_tools.bench.our_strategies import HYBRIDS, STRATEGIES, Strategy, strategy
 from tilewise_tools.mask_report.named import HAVE, Axes
 from tilewise_tools.outside import module_of
 
@@ -95,7 +95,8 @@ class Grid:
         try:
             yield
         except ValueError as error:
-            words_of_error = re.findall(r"\w+", str(error).replace("num_kv_heads", "heads"))
+            said = re.sub(r"\bnum_(kv_)?heads\b", "heads", str(error))
+            words_of_error = re.findall(r"^\w+|\w+(?= \()", said)
             line = next((self.lines[word] for word in words_of_error if word in self.lines), None)
             place = "" if line is None else f"{self.file}, line {line}: "
             raise ValueError(f"{place}{error}") from None
@@ -130,27 +131,25 @@ class BenchRun:
             lists = dict(grid.lists)
             kernels, names = lists.pop("kernel", ("",)), lists.pop("contender", ("",))
             wires: Values = ("",)
-            splits: Values = (0,)
+            degrees: Values = ()
             if self.kind == "kernels":  # a kernel is a contender there, and a wire no field
                 names = (*filter(None, names), *filter(None, kernels)) or ("",)
                 kernels = ("",)
             else:
-                wires, splits = lists.pop("wire", wires), lists.pop("ulysses_degree", splits)
+                wires, degrees = lists.pop("wire", wires), lists.pop("ulysses_degree", degrees)
             with grid.named():
-                _check_degrees(splits, names)
+                _check_degrees(degrees, names)
                 for case in _cases(self.kind, lists):
-                    keys = product(names, kernels, wires, splits)
+                    keys = product(names, kernels, wires, degrees or (0,))
                     contenders_by_case.setdefault(case, ({}, grid))[0].update(dict.fromkeys(keys))
         yield from ((case, tuple(keys), grid) for case, (keys, grid) in contenders_by_case.items())
 
 
 def _check_degrees(degrees: Sequence[int], names: Sequence[str]) -> None:
-    """Refuse degrees that are none, or that no contender has. (0,): the usual."""
-    if degrees == (0,):
-        return
+    """Refuse degrees that are none, or that no contender has."""
     for degree in degrees:
         require_range("ulysses_degree", degree, 2)
-    if all(name and name not in HYBRIDS for name in names):
+    if degrees and all(name and name not in HYBRIDS for name in names):
         raise ValueError(
             f"ulysses_degree is of {', '.join(HYBRIDS)}; strategy ({', '.join(names)}) names none "
             "of them: add one, or leave ulysses_degree out"
@@ -255,7 +254,8 @@ def _case(kind: str, words: dict[str, Any]) -> BenchCase:
         sizes = words.pop("hosts"), words.pop("ranks_per_host"), float(words.pop("mbit"))
         network = LabNetwork(words.pop("network", "lab"), *sizes)
     elif kind == "strategies":
-        network = LabNetwork("loopback", 1, words.pop("world_size", 4))
+        require_range("world_size", world_size := words.pop("world_size", 4))
+        network = LabNetwork("loopback", 1, world_size)
     if (per_rank := words.pop("tokens_per_rank", None)) is not None:
         words["num_tokens"] = per_rank * network.world_size
     if (heads := words.pop("heads", None)) is not None:
@@ -337,4 +337,20 @@ def entered(run: BenchRun, others: Sequence[Contender] = ()) -> Plan:
                 if contender not in contenders[:i]
             )
             plan.append((case, tuple(unique_contenders)))
+    _check_ranks(plan)
     return plan
+
+
+def _check_ranks(plan: Plan) -> None:
+    """Refuse a strategy written as a call for a number of ranks that none of its cases has."""
+    sizes_by_text: dict[str, set[int]] = {}
+    for case, contenders in plan:
+        for contender in contenders:
+            if isinstance(contender, Strategy) and "(" in contender.text:
+                sizes_by_text.setdefault(contender.text, set()).add(case.world_size)
+    for text, sizes in sizes_by_text.items():
+        if (ranks := read_plan(text).world_size) not in sizes:
+            raise ValueError(
+                f"strategy {text} is for {ranks} ranks, but world_size is "
+                f"{', '.join(map(str, sorted(sizes)))}; write it for as many"
+            )

@@ -23,6 +23,7 @@ from tilewise_tools.bench.case import LAYOUTS, BenchCase
 from tilewise_tools.bench.contender import Facts, Prediction, Traffic
 from tilewise_tools.bench.traffic import WatchedTransport
 from tilewise_tools.mask_report.figures import report
+from tilewise_tools.naming import naming
 from tilewise_tools.outside import check_kernel_of, is_outside, kernel_of, load, plan_of, version_of
 
 
@@ -259,9 +260,11 @@ class Strategy:
     def check(self, case: BenchCase) -> None:
         """Refuse a plan or a kernel of a file outside the package that is none."""
         if is_outside(self.text):
-            _check_plan(self.text, self.version, case.world_size)
+            with naming("strategy"):
+                _check_plan(self.text, self.version, case.world_size)
         if self.kernel is not None:
-            check_kernel_of(self.kernel, self.version, case.asked)
+            with naming("kernel"):
+                check_kernel_of(self.kernel, self.version, case.asked)
 
     def planned(self, case: BenchCase, mask: tw.masks.Mask | None = None) -> Planned:
         """Its plan and layout."""
@@ -356,19 +359,22 @@ def strategy(
     """A strategy by what a user writes, the kernel that it computes with, the wire, and of HYBRIDS
     the degree; other strategies have none.
     """
-    if is_outside(text):
-        load(text)
-    elif text not in STRATEGIES and not text.endswith(".json"):
-        if "(" not in text:
-            raise ValueError(
-                f"strategy {text!r} is not known; take one of {', '.join(STRATEGIES)}, write a "
-                "call, as in ulysses(2, inner=ring(2)), name a plan's file, plan.json, or a "
-                "function of a module, module:name or FILE.py:name"
-            )
-        read_plan(text)
+    with naming("strategy"):
+        if is_outside(text):
+            load(text)
+        elif text not in STRATEGIES and not text.endswith(".json"):
+            if "(" not in text:
+                raise ValueError(
+                    f"strategy {text!r} is not known; take one of {', '.join(STRATEGIES)}, write a "
+                    "call, as in ulysses(2, inner=ring(2)), name a plan's file, plan.json, or a "
+                    "function of a module, module:name or FILE.py:name"
+                )
+            read_plan(text)
     if kernel:
-        kernel_of(kernel)
-    if wire and latent_of(read_wire(wire)):
-        raise ValueError(f"wire {wire!r} is of latents, but the cases have k and v; take another")
+        with naming("kernel"):
+            kernel_of(kernel)
+    with naming("wire"):
+        if wire and latent_of(read_wire(wire)):
+            raise ValueError(f"{wire!r} is of latents, but the cases have k and v; take another")
     degree = (ulysses_degree or None) if text in HYBRIDS else None
     return Strategy(text, kernel or None, wire or None, prune, degree)

@@ -69,7 +69,8 @@ class Results:
             file.seek(0)
             data = file.read()
             results = _parsed(data, self.path)
-            if data.strip() and not results.rows and b"\n" in data:
+            is_torn_row = b"\n" not in data and data.startswith(b"{")
+            if data.strip() and not results.rows and not is_torn_row:
                 raise ValueError(
                     f"{self.path} holds no rows of a benchmark; name another file with -o"
                 )

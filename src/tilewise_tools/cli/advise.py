@@ -24,6 +24,7 @@ from tilewise_tools.cli.output import (
     table_of,
     working,
 )
+from tilewise_tools.naming import naming
 from tilewise_tools.report.words import count
 
 NAMES = MappingProxyType({"library": "--for", "ranks": "--ranks", "world_size": "--world-size"})
@@ -51,7 +52,8 @@ def _advise(options: AdviseOptions) -> None:
     with refusing_bad_input(NAMES):
         machine = read_machine_option(options.machine)
         num_tokens = read_count("--num-tokens", options.num_tokens)
-        model = read_model(options.model)
+        with naming("--model"):
+            model = read_model(options.model)
         world_size = options.world_size or machine.node_size
         with working(f"simulating settings of {options.library} for {world_size} devices"):
             advice = advise(

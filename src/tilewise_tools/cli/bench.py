@@ -38,13 +38,15 @@ from tilewise_tools.cli.output import (
     table_of,
 )
 from tilewise_tools.lab.site import LabError
+from tilewise_tools.naming import naming
 from tilewise_tools.report.bench_cases import ReportCase, cases
 from tilewise_tools.report.words import quantity
 
 INTERRUPTED = 130
+TIMES = "repeats", "warmups", "timeout_seconds"
 NAMES = MappingProxyType(
-    {name: f"--{name.replace('_', '-')}" for name in FIELDS}
-    | {"strategy": "--strategy", "tokens": "--num-tokens"}
+    {name: f"--{name.replace('_', '-')}" for name in (*FIELDS, "strategy", *TIMES)}
+    | {"num_heads": "--heads: num_heads", "num_kv_heads": "--heads: num_kv_heads"}
 )
 
 
@@ -164,22 +166,25 @@ def _bench(kind: str, options: BenchOptions, lists: Any) -> None:
             if set(lists.world_size or ()) - {n}:
                 raise ValueError(f"--world-size ({lists.world_size}) must be {n}, as launched")
             run = run.narrowed({"world_size": [n]})
-        plan = entered(run, [one for module in options.also or () for one in contenders_of(module)])
+        with naming("--also"):
+            others = [one for module in options.also or () for one in contenders_of(module)]
+        plan = entered(run, others)
         machine = read_machine_option(options.machine) if options.machine else None
         if launched is not None:
             plan = [(replace(case, network=launched.network), who) for case, who in plan]
         planned = planned_rows(plan, run.timing, machine)
+        with naming("--output"):
+            results = stack.enter_context(Results(options.output))
         if options.profile is not None:
-            with refusing_unwritable():
+            with naming("--profile"), refusing_unwritable():
                 options.profile.mkdir(parents=True, exist_ok=True)
-        with Results(options.output) as results:
-            follow(
-                [one for one in planned if not results.has(one.key, options.retry)],
-                results,
-                launched,
-                options.profile,
-            )
-            rows = [results.rows[one.key] for one in planned]
+        follow(
+            [one for one in planned if not results.has(one.key, options.retry)],
+            results,
+            launched,
+            options.profile,
+        )
+        rows = [results.rows[one.key] for one in planned]
     if options.as_json:
         print_json({"results": str(options.output), "lost": results.num_lost, "rows": rows})
     else:
@@ -191,10 +196,11 @@ def _run(kind: str, options: BenchOptions, lists: Any) -> BenchRun:
     if options.quick and options.cases is not None:
         raise ValueError("--quick and --cases both say what to run; give one")
     if options.cases is not None:
-        run = read_cases(options.cases, kind)
+        with naming("--cases"):
+            run = read_cases(options.cases, kind)
     else:
         run = preset(kind, "quick" if options.quick else "standard")
-    times = {name: getattr(options, name) for name in ("repeats", "warmups", "timeout_seconds")}
+    times = {name: getattr(options, name) for name in TIMES}
     times = {name: value for name, value in times.items() if value is not None}
     if lists.num_tokens and lists.tokens_per_rank:
         raise ValueError("--num-tokens and --tokens-per-rank both say how long; give one")

@@ -35,7 +35,7 @@ def calibrate(
 ) -> None:
     """Measure kernels, links, cores and overheads of this machine, and write them as TOML."""
     with refusing_bad_input({"world_size": "--world-size", "node_size": "--node-size"}):
-        check_writable(output)
+        check_writable("--output", output)
         busy = other_work()  # before this command's own ranks add to the load
         with ending_on(RankError, before=""):
             machine = _measured(world_size, Settings(node_size))
@@ -65,5 +65,5 @@ def _summary(machine: Machine) -> str:
     inside = machine.inside
     return (
         f"{speed:.0f} GFLOP/s a rank in fp32, {machine.cores or machine.node_size:.1f} at once, "
-        f"{as_bytes(inside.bandwidth)}/s and {inside.latency * 1e6:.0f} us between two"
+        f"{as_bytes(inside.bandwidth)}/s and {inside.latency * 1e6:.0f} µs between two"
     )

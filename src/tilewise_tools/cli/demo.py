@@ -34,7 +34,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Run every strategy on real text over local processes, against dense attention."""
-    with refusing_bad_input({"world_size": "--world-size"}):
+    with refusing_bad_input({"world_size": "--world-size", "num_tokens": "--num-tokens"}):
         settings = Demo(world_size, read_count("--num-tokens", num_tokens)).checked()
         cu_seqlens = settings.input()[1]
     with ending_on(RankError, before=""):

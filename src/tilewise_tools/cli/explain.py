@@ -21,6 +21,7 @@ from tilewise_tools.explain.explanation import explain as explained
 from tilewise_tools.explain.page import page_of
 from tilewise_tools.explain.rows import read_run
 from tilewise_tools.explain.trace import trace_text
+from tilewise_tools.naming import naming
 from tilewise_tools.report.page import written
 
 
@@ -53,13 +54,17 @@ def explain(
     tw.record(cp) writes the rows. They are joined with the simulation of the same passes.
     """
     with refusing_bad_input():
-        for path in filter(None, (output, trace)):
-            check_writable(path)
+        check_writable("--output", output)
+        check_writable("--trace", trace)
         if output is not None:
             require("plotly", "tilewise explain -o")
         named = None if machine is None else read_machine_option(machine)
         run = read_run(paths or [Path(FOLDER)])
-        expected = None if plan is None else read_plans(plan, len(run.ranks))[0]
+        expected = None
+        if plan is not None:
+            with naming("--plan"):
+                ranks_text = "the run's number of ranks"
+                expected = read_plans(plan, len(run.ranks), ranks_option=ranks_text)[0]
         with working("simulating other plans"):
             explanation = explained(run, named, expected)
         if output is not None:

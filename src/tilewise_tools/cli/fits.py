@@ -24,6 +24,7 @@ from tilewise_tools.cli.output import (
 )
 from tilewise_tools.doctor import require
 from tilewise_tools.fits.setting import DTYPES, OFFLOADED, STATES, Setting
+from tilewise_tools.naming import naming
 
 NAMES = MappingProxyType(
     {
@@ -82,7 +83,8 @@ def _fits(options: FitsOptions) -> None:
             raise ValueError(f"{machine.name} does not say its memory; pass --memory, as in 16GiB")
         plan = None
         if options.strategy is not None:
-            plan = read_plans(options.strategy, options.cp, ranks_option="--cp")[0]
+            with naming("--strategy"):
+                plan = read_plans(options.strategy, options.cp, ranks_option="--cp")[0]
         setting = Setting(
             machine,
             options.cp,
@@ -94,7 +96,8 @@ def _fits(options: FitsOptions) -> None:
             tuple(options.offload or ()),
             plan,
         )
-        config = read_config(options.model)
+        with naming("--model"):
+            config = read_config(options.model)
         asked = None
         if options.num_tokens is not None:
             asked = read_count("--num-tokens", options.num_tokens)

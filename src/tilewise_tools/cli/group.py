@@ -20,27 +20,16 @@ def without_types_of_flags(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
-class OneCommand(TyperCommand):
-    """A command whose --help names no type of flags."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, with that of --help."""
-        return without_types_of_flags(super().get_params(ctx))
-
-
-class Commands(TyperGroup):
-    """A group of commands that ends in one line, with code 2, where words cannot be read."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, with that of --help."""
-        return without_types_of_flags(super().get_params(ctx))
+class OneLine:
+    """A command or a group that ends in one line, with code 2, where words cannot be read."""
 
     def main(self, *words: Any, standalone_mode: bool = True, **options: Any) -> Any:
         """Run the command that the words name, and end the process as it says."""
+        run: Any = super()
         if not standalone_mode:
-            return super().main(*words, standalone_mode=False, **options)
+            return run.main(*words, standalone_mode=False, **options)
         try:
-            code = super().main(*words, standalone_mode=False, **options)
+            code = run.main(*words, standalone_mode=False, **options)
         except UsageError as error:
             if type(error).__name__ != "NoArgsIsHelpError":  # the help has been shown
                 print_error(f"tilewise: {_one_line(error)}")
@@ -48,6 +37,30 @@ class Commands(TyperGroup):
         except typer.Abort:
             sys.exit(1)
         sys.exit(code or 0)
+
+
+class OneCommand(OneLine, TyperCommand):
+    """A command whose --help names no type of flags, and that is named in every refusal."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words of the command; a refusal says of which command they are."""
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, with that of --help."""
+        return without_types_of_flags(super().get_params(ctx))
+
+
+class Commands(OneLine, TyperGroup):
+    """A group of commands whose --help names no type of flags."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, with that of --help."""
+        return without_types_of_flags(super().get_params(ctx))
 
 
 def _one_line(error: Any) -> str:

@@ -48,13 +48,15 @@ from tilewise_tools.cli.output import (
 from tilewise_tools.lab.comparison import ContestRow, compete
 from tilewise_tools.lab.lab import Lab, clean
 from tilewise_tools.lab.site import LabError
+from tilewise_tools.naming import naming
 
 USUAL: Mapping[str, Any] = MappingProxyType(
     {"heads": "16:16", "head_dim": 32, "mask": "full", "layout": "zigzag", "dtype": "float32"}
 )
 
+OWN = "hosts", "ranks_per_host", "mbit", "strategy"
 NAMES: Mapping[str, str] = MappingProxyType(
-    {**OPTIONS, "hosts": "--hosts", "ranks_per_host": "--ranks-per-host", "mbit": "--mbit"}
+    {**OPTIONS, **{name: f"--{name.replace('_', '-')}" for name in OWN}}
 )
 
 lab_app = typer.Typer(
@@ -139,10 +141,13 @@ def calibrate(
 ) -> None:
     """Measure the lab as a machine: kernels, links, overheads; the file is for plan, simulate."""
     with refusing_bad_input(NAMES):
-        check_writable(output)
+        check_writable("--output", output)
         lab = Lab(hosts, ranks_per_host, mbit=mbit)
         if lab.world_size < 2:
-            raise ValueError("one rank has no links to measure; use at least 2 hosts or ranks")
+            raise ValueError(
+                f"--hosts ({hosts}) x --ranks-per-host ({ranks_per_host}) must be 2 or more: "
+                "one rank has no links to measure"
+            )
         busy = other_work()  # before the lab's own ranks add to the load
     settings = Settings(node_size=ranks_per_host, dtypes=("float32",), name="lab")
     with ending_on(LabError, RankError), lab:
@@ -198,7 +203,8 @@ def _contenders(options: LabOptions, case: BenchCase) -> list[Strategy]:
     ]
     for one in strategies:
         if reason := one.supports(case):
-            raise ValueError(reason.replace("--world-size", "--hosts x --ranks-per-host"))
+            with naming("--strategy"):
+                raise ValueError(reason.replace("--world-size", "--hosts x --ranks-per-host"))
         (plan, _, backward_plan), work = one.asked(case)
         volume(plan, work, backward_plan)
     return strategies

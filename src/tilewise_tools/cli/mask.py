@@ -119,10 +119,10 @@ class MaskOptions(NamedTuple):
 def mask(options: MaskOptions) -> None:
     """Draw a mask with rank ownership: as a picture, or as text."""
     name, png = options.name, options.png
-    with refusing_bad_input({"world_size": "--world-size"}):
+    with refusing_bad_input({"world_size": "--world-size", "corpus": "--corpus"}):
         if png:
             require("matplotlib", "tilewise mask --png")
-        check_writable(png)
+        check_writable("--png", png)
         if png and png.suffix.lower() != PNG:
             raise ValueError(f"--png ({str(png)!r}) must be a name that ends in {PNG}")
         with working(f"{name} on {options.world_size} ranks"):

@@ -33,7 +33,8 @@ from tilewise.strategies.tiled import tiled_layout
 from tilewise.workload import Workload
 from tilewise_tools.mask_report.figures import LAYOUTS
 from tilewise_tools.mask_report.named import mask_of
-from tilewise_tools.outside import is_outside, plan_of
+from tilewise_tools.naming import naming
+from tilewise_tools.outside import is_outside, plan_of, require_no_file
 
 _COUNT = re.compile(r"(\d+)([kKmM]?)$")
 MOST_TOKENS = 1 << 27  # the work of each is kept, by some layouts
@@ -156,6 +157,7 @@ class WorkOptions(CaseOptions):
 OPTIONS: Mapping[str, str] = MappingProxyType(
     {name: f"--{name.replace('_', '-')}" for name in WorkOptions.__dataclass_fields__}
     | {"num_heads": "--heads: num_heads", "num_kv_heads": "--heads: num_kv_heads"}
+    | {"memory_bytes": "--memory"}
 )
 """The options of a workload by the names that the library's messages begin with."""
 MACHINE = "h100x8"
@@ -193,10 +195,15 @@ def workload_of(
     if "heads" in words:
         words["num_heads"], words["num_kv_heads"] = read_heads(words.pop("heads"))
     if words.keys() & {"wire", "wire_dtype"}:  # either takes the place of a file's
-        words = {"wire_dtype": None, **words, "wire": read_wire(words.get("wire", NO_WIRE))}
+        with naming("--wire"):
+            wire = read_wire(words.get("wire", NO_WIRE))
+        words = {"wire_dtype": None, **words, "wire": wire}
     num_tokens = _num_tokens(options, planned)
-    mask = mask_of(words["mask"], num_tokens) if "mask" in words else planned and planned.mask
-    assert mask is not None
+    if "mask" in words:
+        mask = read_mask_option(words["mask"], num_tokens)
+    else:
+        assert planned is not None
+        mask = planned.mask
     words |= {"num_tokens": num_tokens, "mask": mask}
     if made_for:
         words["layout"] = made_for[1]
@@ -213,6 +220,12 @@ def _num_tokens(options: WorkOptions, planned: Workload | None = None) -> int:
     if planned is None:
         raise ValueError("--num-tokens is missing; give the length of the sequence, as in 128K")
     return planned.num_tokens
+
+
+def read_mask_option(text: str, num_tokens: int) -> Mask:
+    """The mask that --mask names."""
+    with naming("--mask"):
+        return mask_of(text, num_tokens)
 
 
 def layout_of(name: str, mask: Mask, num_tokens: int, n: int) -> Layout:
@@ -246,7 +259,8 @@ def read_plans(
         if world_size is None:
             raise ValueError(f"{text} needs --world-size, --num-tokens and --mask")
         num_tokens, heads = _num_tokens(about), read_heads(about.heads or USUAL["heads"])
-        mask, kv_bytes = mask_of(about.mask or USUAL["mask"], num_tokens), 2 * heads[1] / heads[0]
+        mask = read_mask_option(about.mask or USUAL["mask"], num_tokens)
+        kv_bytes = 2 * heads[1] / heads[0]
         layout = (
             layout_of(about.layout, mask, num_tokens, world_size)
             if about.layout
@@ -256,6 +270,7 @@ def read_plans(
     if is_outside(text):
         return plan_of(text, world_size, ranks_option), None
     if Path(text).suffix != PLAN_FILE:
+        require_no_file(text, "a plan, or a function of the number of ranks")
         return read_plan(text, world_size, ranks_option), None
     loaded = load_plan(text)
     plan, candidate = (loaded, None) if isinstance(loaded, Plan) else (loaded.plan, loaded)
@@ -271,7 +286,8 @@ def read_machine_option(name: str | None) -> Machine:
     if name is None or name in Machine.presets():
         return Machine.preset(name or MACHINE)
     if Path(name).is_file():
-        return Machine.load(name)
+        with naming("--machine"):
+            return Machine.load(name)
     raise ValueError(
         f"--machine ({name!r}) is neither a preset nor a file; presets are "
         f"{', '.join(Machine.presets())}"

@@ -40,14 +40,16 @@ def refusing_bad_input(names: Mapping[str, str] = MappingProxyType({})) -> Itera
 
     Args:
         names: options by the library's names, as in {"world_size": "--world-size"}. A name is
-            replaced where it begins the message or its value follows in parentheses.
+            replaced where it begins the message or its value follows in parentheses. That an
+            argument may also be None says nothing of an option, and is left out.
     """
     try:
         yield
     except (ValueError, MissingExtraError) as error:
         said = " ".join(str(error).split()) or type(error).__name__
         for name, option in names.items():
-            said = re.sub(rf"^{name}\b|\b{name}(?= \()", option, said)
+            said = re.sub(rf"^{name}(?=[ :])|(?<![-\w]){name}(?= \(|=')", option, said)
+        said = re.sub(r"(?<=') or None\b", "", said)
         print_error(f"tilewise: {said}")
         raise typer.Exit(BAD_INPUT) from None
     except MemoryError as error:
@@ -81,20 +83,25 @@ def write_output(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def check_writable(path: Path | None, *, makes_folders: bool = False) -> None:
+def check_writable(option: str, path: Path | None, *, makes_folders: bool = False) -> None:
     """Refuse a file that could not be written in the end, before the work begins.
 
     Args:
+        option: the option that names the file, for messages.
         makes_folders: folders that are missing will be made.
     """
     if path is None:
         return
     if makes_folders and not path.parent.exists():
-        return check_writable(path.parent, makes_folders=True)
+        return check_writable(option, path.parent, makes_folders=True)
     if not path.parent.is_dir():
-        raise ValueError(f"{path.parent} is no folder; make it, or write {path.name} elsewhere")
+        raise ValueError(
+            f"{option}: {path.parent} is no folder; make it, or write {path.name} elsewhere"
+        )
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{path} cannot be written: it is a folder, or not yours")
+        raise ValueError(
+            f"{option}: {path} cannot be written: it is a folder, or not yours; name a file"
+        )
 
 
 def print_error(text: str) -> None:

@@ -44,8 +44,8 @@ def parity(
     as_json: AsJson = False,
 ) -> None:
     """Compare a split model with the unsplit one: which layer deviates first, and why."""
-    with refusing_bad_input():
-        check_writable(html)
+    with refusing_bad_input({"timeout": "--timeout", "world_size": "--world-size"}):
+        check_writable("--html", html)
         make = load(function) if is_outside(function) else None
         if not callable(make):
             raise ValueError(f"{function!r} must be FILE.py:NAME of a function")
@@ -110,6 +110,6 @@ def _page(function: str, world_size: int, report: ParityReport) -> Page:
         title = "The split model differs from the unsplit one"
         where = f"It differs first in {report.layer}. " if report.layer else ""
         verdict = where + (CAUSES.get(report.cause, "") if report.cause else "")
-    sections_shown = tuple(x for x in sections if x.picture or x.name != "attended")
+    sections_shown = tuple(x for x in sections if x.picture or (x.table and x.table.rows))
     notes = "; ".join(report.notes)
     return Page("parity", title, lead, facts, sections_shown, notes, verdict)

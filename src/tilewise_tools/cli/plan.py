@@ -35,6 +35,7 @@ from tilewise_tools.cli.output import (
     working,
     write_output,
 )
+from tilewise_tools.naming import naming
 from tilewise_tools.report.words import count, quantity
 
 SETTING = ("library", "options", "plan", "save", "seconds")
@@ -69,10 +70,11 @@ def plan(options: PlanOptions, about: WorkOptions) -> None:
         memory = None if options.memory is None else read_bytes("--memory", options.memory)
         preset = options.preset and Workload.preset(options.preset, options.world_size)
         work = workload_of(about, options.world_size, preset or None)
-        check_writable(options.output)
-        asked_plans = [
-            read_plans(text, options.world_size, about)[0] for text in options.strategy or ()
-        ]
+        check_writable("--output", options.output)
+        with naming("--strategy"):
+            asked_plans = [
+                read_plans(text, options.world_size, about)[0] for text in options.strategy or ()
+            ]
         task = f"searching plans for {options.world_size} ranks"
         with working(task) as progress:
             candidates = search(

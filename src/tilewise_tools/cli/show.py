@@ -138,7 +138,7 @@ def show(options: ShowOptions, about: WorkOptions) -> None:
     of the workload are for --code and --check.
     """
     rank = options.rank
-    with refusing_bad_input(OPTIONS):
+    with refusing_bad_input({**OPTIONS, "rank": "--rank", "pass": "--after"}):
         _check_used(options, about)
         eight_a_rank = {"num_tokens": str(8 * (options.world_size or 1))}
         plan, planned = read_plans(options.strategy, options.world_size, about.filled(eight_a_rank))

@@ -31,6 +31,7 @@ from tilewise_tools.cli.output import (
     table_of,
     working,
 )
+from tilewise_tools.naming import naming
 
 
 class SimulateOptions(NamedTuple):
@@ -51,15 +52,16 @@ def _simulate(options: SimulateOptions, about: WorkOptions) -> None:
     A plan file also says the backward plan, the workload and the machine; options replace them.
     """
     with refusing_bad_input(OPTIONS):
-        check_writable(options.trace)
+        check_writable("--trace", options.trace)
         plan, planned = read_plans(options.plan, options.world_size, about)
         candidate_machine = planned.machine if planned and about.machine is None else None
         machine = candidate_machine or read_machine_option(about.machine)
         back = planned.backward_plan if planned else None
         if options.backward_plan is not None:
-            back, _ = read_plans(
-                options.backward_plan, plan.world_size, about, "the number of ranks"
-            )
+            with naming("--backward-plan"):
+                back, _ = read_plans(
+                    options.backward_plan, plan.world_size, about, "the number of ranks"
+                )
         work = planned.own_work if planned else None
         work = workload_of(about, plan.world_size, work, plan.made_for)
         with working(f"simulating {plan.world_size} ranks of {machine.name}"):

@@ -103,8 +103,8 @@ def _slow_links(run: Run, links: dict[Link, LinkRate]) -> list[Finding]:
     slowest = max(slow.values(), key=lambda rate: rate.slowness)
     usual = slowest.bandwidth * slowest.slowness
     carries = (
-        f"{quantity(slowest.bandwidth, 'B/s')}, others {quantity(usual, 'B/s')}; ranks wait "
-        f"{_time(seconds)} more a step"
+        f"{quantity(slowest.bandwidth, 'B/s')}, the median {quantity(usual, 'B/s')}; ranks "
+        f"wait {_time(seconds)} more a step"
     )
     shared = set.intersection(*({*link} for link in slow))
     if len(slow) > 1 and len(shared) == 1:

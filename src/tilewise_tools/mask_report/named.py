@@ -16,7 +16,7 @@ from tilewise.expressions import read_mask
 from tilewise.masks import lengths
 from tilewise.masks.base import Mask
 from tilewise.masks.patterns import BLOCK, BLOCK_NAMES, OF_DOCUMENTS, block_edges, top_blocks
-from tilewise_tools.outside import called, is_outside, load
+from tilewise_tools.outside import called, is_outside, load, require_no_file
 
 DENSITY = 0.2  # of the block-sparse patterns, one of those that the benchmark draws
 CAP = 4  # the longest document is this part of the sequence
@@ -127,13 +127,14 @@ def mask_of(text: str, num_tokens: int, seed: int = 0, axes: Axes = USUAL) -> Ma
     """
     if is_outside(text):
         loaded = load(text)
-        mask = loaded if isinstance(loaded, Mask) else called(text, loaded, num_tokens)
+        mask = called(text, loaded, num_tokens) if callable(loaded) else loaded
         if not isinstance(mask, Mask):
             raise ValueError(
-                f"mask {text} is a {type(mask).__name__}; give a mask such as tw.Causal(), or a "
-                "function of num_tokens that returns one"
+                f"mask {text} is of type {type(mask).__name__}; give a mask such as tw.Causal(), "
+                "or a function of num_tokens that returns one"
             )
     else:
+        require_no_file(text, "a mask, or a function of num_tokens")
         mask = read_mask(text, also=_patterns(num_tokens, seed, axes))
     try:
         mask.check_tokens(num_tokens)

@@ -140,7 +140,8 @@ def page_of(results: Rows) -> Page:
 
 
 def _facts(rows: list[Row], num_cases: int, num_wrong: int) -> Iterator[Fact]:
-    yield Fact("Cases", f"{num_cases:,}", f"of {len({row['mask'] for row in rows})} masks")
+    num_masks = len({row["mask"] for row in rows})
+    yield Fact("Cases", f"{num_cases:,}", f"of {num_masks} mask{'s' * (num_masks > 1)}")
     yield Fact("Contenders", f"{len(contenders(rows))}")
     num_measured = sum(cost(row) is not None for row in rows)
     yield Fact("Measured", f"{num_measured:,}", f"of {len(rows):,} rows")

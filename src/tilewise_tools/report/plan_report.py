@@ -45,6 +45,7 @@ class ReportedPlan:
     peak_bytes: int = 0  # of a device, where it has been counted
     ties: tuple[str, ...] = ()  # strategies that take as long, as far as a simulation can tell
     settings: tuple[Setting, ...] = ()  # the best of other libraries
+    saves: tuple[tuple[str, str], ...] = ()  # of ranked plans that serve both passes, by name
 
     @property
     def plans(self) -> tuple[Plan, Plan]:
@@ -89,6 +90,7 @@ def subject_of(candidate: Candidate) -> ReportedPlan:
         candidate.peak_bytes,
         ties,
         nearest_settings(candidate),
+        tuple((row.plan, row.save) for row in candidate.rows if row.plan == row.backward_plan),
     )
 
 
@@ -101,7 +103,14 @@ def page_of(
         full, progress: as for Studies.
     """
     work, plan, entry = subject.work, subject.plan, subject.entry
-    studies = Studies(work, subject.machine, full=full, progress=progress)
+    studies = Studies(
+        work,
+        subject.machine,
+        full=full,
+        progress=progress,
+        world_size=plan.world_size,
+        saves=dict(subject.saves),
+    )
     other_entries = studies.compared(plan.world_size)
     rescaled, every = studies.rescaled(entry, subject.backward_plan), [entry, *other_entries]
     scaling = [plan_charts.scaling(studies, entry)] if studies.sizes() else []
