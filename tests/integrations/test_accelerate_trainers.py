@@ -21,6 +21,8 @@ from tilewise.integrations.transformers.images import MODELS
 
 PACKED = {"packing": True, "num_train_epochs": 10}
 
+NOISE = {"neftune_noise_alpha": 5.0}  # of NEFTune, on embeddings
+
 
 def recomputed(reentrant: bool) -> dict:
     kind = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
@@ -48,6 +50,7 @@ FEW = {
         "trainer", args={"dataloader_num_workers": 2}, masked=True
     ),
     "Trainer, evaluated first": Run("trainer", evaluates_first=True),
+    "SFT, packed, noise": Run("sft", args=PACKED | NOISE, uneven=True),
     "DPO": Run("dpo", "qwen2"),
     "GRPO": Run("grpo"),
     "Reward": Run("reward", "gemma2"),
@@ -99,6 +102,15 @@ MANY = {
     "SFT, dft": Run("sft", args={"loss_type": "dft"}),
     "SFT, smoothed": Run("sft", args={"label_smoothing_factor": 0.1}),
     "Trainer, smoothed": Run("trainer", args={"label_smoothing_factor": 0.1}),
+    "Trainer, noise": Run("trainer", "gemma3", NOISE | {"gradient_accumulation_steps": 2}),
+    "SFT, padding-free, noise, LoRA": Run(
+        "sft", args=NOISE | {"padding_free": True, "max_length": None}, lora=True
+    ),
+    "Trainer, noise, recomputed": Run("trainer", args=NOISE | recomputed(False)),
+    "Trainer, images, noise": Run(
+        "images", "qwen3_vl", NOISE | {"learning_rate": 0.01}, changes={"dtype": torch.float32}
+    ),
+    "GRPO, noise": Run("grpo", args=NOISE),
     "Trainer, means of ranks": Run("trainer", args={"average_tokens_across_devices": False}),
     "checkpointing, reentrant": Run("trainer", args=recomputed(True)),
     "checkpointing": Run("trainer", args=recomputed(False)),
@@ -156,7 +168,9 @@ def test_many_runs(start: int, tmp_path):
 @pytest.mark.slow
 def test_three_ranks_take_the_steps_of_one_process(tmp_path):
     names = (f"Trainer, images, {name}" for name in ("qwen2_vl", "gemma3", "llava_next"))
-    check({name: WITH_IMAGES[name] for name in names}, 3, tmp_path, cp_size=3)
+    runs = {name: WITH_IMAGES[name] for name in names}
+    noisy = {name: (FEW | MANY)[name] for name in ("SFT, packed, noise", "Trainer, noise")}
+    check(runs | noisy, 3, tmp_path, cp_size=3)
 
 
 @pytest.mark.slow
@@ -205,12 +219,10 @@ def test_bf16_is_within_rounding(tmp_path):
 
 def test_trainers_and_settings_that_cannot_be_split_are_refused_before_the_first_batch(tmp_path):
     runs = {
-        "noise": Run("trainer", args={"neftune_noise_alpha": 5.0}).split(2),
         "prompt": Run("sft", prompt_tuning=True).split(2),
     }
     first, second = run_processes(2, train, 2, runs, str(tmp_path))
     assert first == second
-    assert "neftune_noise_alpha (5.0) cannot be honoured" in first["noise"]["error"]
     assert "PROMPT_TUNING puts tokens of its own" in first["prompt"]["error"]
 
 

@@ -41,6 +41,7 @@ class Run:
         own_loss: a compute_loss_func.
         masked: the collator draws which tokens are masked.
         evaluates_first: before it trains.
+        uneven: between steps ranks but the first draw random numbers of their own.
     """
 
     trainer: str
@@ -55,6 +56,7 @@ class Run:
     own_loss: bool = False
     masked: bool = False
     evaluates_first: bool = False
+    uneven: bool = False
     changes: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
 
@@ -80,6 +82,8 @@ def _run(run: Run, folder: str) -> dict[str, Any]:
         for callback in list(trainer.callback_handler.callbacks):
             if "Printer" in type(callback).__name__:
                 trainer.remove_callback(callback)
+        if run.uneven:
+            trainer.add_callback(_uneven())
         if run.evaluates_first:
             trainer.evaluate()
         trainer.train()
@@ -100,6 +104,16 @@ def _run(run: Run, folder: str) -> dict[str, Any]:
         },
         "batch": trainer.get_total_train_batch_size(trainer.args),
     }
+
+
+def _uneven() -> Any:
+    from transformers import TrainerCallback
+
+    class Uneven(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            torch.rand(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+
+    return Uneven()
 
 
 def use_fsdp2(state_dict_type: str) -> None:

@@ -223,6 +223,11 @@ class _State(threading.local):
 _state = _State()
 
 
+def split_call_of_thread() -> SplitCall | None:
+    """The split call that this thread runs; None: it runs none."""
+    return _state.call
+
+
 class _KnownLengths(RopeLengths):
     """The largest position of the batch, which every rank knows of its whole rows."""
 
@@ -256,6 +261,12 @@ class SplitCall:
     gathers_logits: bool
     as_tuple: bool
     images: SplitImages | None = None
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens [1, num_tokens, ...] of the batch [rows, columns, ...]; of a
+        rank without tokens, one row of zeros.
+        """
+        return _Own(self.cp)(self.rows.take(x), 0)
 
 
 class SplitForward(Shared):

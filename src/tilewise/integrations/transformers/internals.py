@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tilewise.integrations.seeds import share_random_state
 from tilewise.integrations.transformers.check import models_inside
 from tilewise.integrations.transformers.forward import split_forward, whole_logits
+from tilewise.integrations.transformers.noise import noise_of_batch
 
 RUN = frozenset(
     ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer")
@@ -260,6 +262,9 @@ def install() -> None:
     create = trainer.create_accelerator_and_postprocess
     trainer.create_accelerator_and_postprocess = _with_split(create)
     trainer._get_num_items_in_batch = _undivided(trainer._get_num_items_in_batch)
+    from transformers.integrations import neftune
+
+    neftune.neftune_post_forward_hook = noise_of_batch(neftune.neftune_post_forward_hook)
 
 
 def _once_a_row(gather: Callable[[Any], Any], operations: Any) -> Callable[[Any], Any]:
@@ -370,7 +375,6 @@ def refused_trainer(trainer: Any) -> str | None:
             return f"{of.__name__} cannot split its rows: {INSTEAD[of.__name__]}"
     settings = (
         ("use_liger_kernel", "it computes the loss of this rank's tokens; leave it out"),
-        ("neftune_noise_alpha", "its noise depends on the rows that a rank has; leave it out"),
         ("deepspeed", "use DDP, or FSDP with fsdp_version=2"),
     )
     for name, advice in settings:
@@ -449,13 +453,13 @@ def _of_first_rank(complete: Callable[..., Any], accelerator: Any) -> Callable[.
     @functools.wraps(complete)
     def completions(*args: Any, **given: Any) -> Any:
         group = accelerator.torch_device_mesh["cp"].get_group()
-        _share_random_state(group)
+        share_random_state(group)
         accelerator.cuts_rows = True
         try:
             made = from_first_rank(complete(*args, **given), group)
         finally:
             accelerator.cuts_rows = False
-        _share_random_state(group)  # TRL shuffles them next
+        share_random_state(group)  # TRL shuffles them next
         return made
 
     return completions
@@ -469,7 +473,7 @@ def _adapt_distillation(trainer: Any) -> None:
 
     @functools.wraps(step)
     def training_step(*args: Any, **given: Any) -> Any:
-        _share_random_state(trainer.accelerator.torch_device_mesh["cp"].get_group())
+        share_random_state(trainer.accelerator.torch_device_mesh["cp"].get_group())
         return step(*args, **given)
 
     trainer.training_step = training_step
@@ -514,23 +518,6 @@ class _ReducedOnce:
         if logits.shape[1] > columns:  # filled as accelerate fills logits
             logits[:, columns:] = self.function(row - 100, labels)[0, 0]
         return logits
-
-
-def _share_random_state(group: Any) -> None:
-    """Every rank of a group goes on with the random numbers of its first."""
-    import random
-
-    import numpy as np
-
-    state: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
-    if torch.cuda.is_available():
-        state.append(torch.cuda.get_rng_state())
-    dist.broadcast_object_list(state, dist.get_global_rank(group, 0), group=group)
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state[3])
 
 
 def from_first_rank(values: dict[Any, Any], group: Any) -> dict[Any, Any]:
