@@ -88,6 +88,24 @@ def test_shared_tokens_stand_once_in_depth_first_order():
     assert (tree.num_tokens, tree.num_tokens_apart, tree.num_sequences) == (6, 13, 5)
 
 
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 8, 100])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_window_counts_along_each_sequence(seed: int, width: int):
+    tree = tw.Tree.from_sequences(drawn_sequences(np.random.default_rng(seed), 12))
+    wanted = np.zeros((tree.num_tokens, tree.num_tokens), bool)
+    for sequence in range(tree.num_sequences):
+        rows = tree.rows(sequence).numpy()
+        for place, row in enumerate(rows):
+            wanted[row, rows[max(place - width + 1, 0) : place + 1]] = True
+    everywhere = np.arange(tree.num_tokens)
+    assert np.array_equal(tree.windowed(width).dense(everywhere, everywhere), wanted)
+
+
+def test_a_window_of_no_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"width \(0\) must be at least 1"):
+        tw.Tree.from_sequences([[1, 2]]).windowed(0)
+
+
 STRATEGIES = ("auto", "needed", "tiled", "mesh")
 EVERY = [*itertools.product(STRATEGIES, (1, 2, 3, 5, 8)), ("ulysses", 1), ("ulysses", KV_HEADS)]
 CASES = thinned(EVERY, 3, 1)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support import hf_images, hybrid_models
+from support import hf_images, hybrid_models, rollouts
 from support.hf_models import VOCABULARY, build
 from torch import Tensor
 
@@ -41,6 +41,7 @@ class Run:
         own_loss: a compute_loss_func.
         masked: the collator draws which tokens are masked.
         evaluates_first: before it trains.
+        shared: tokens that the rollouts of a prompt have in common.
         uneven: between steps ranks but the first draw random numbers of their own.
     """
 
@@ -57,6 +58,7 @@ class Run:
     masked: bool = False
     evaluates_first: bool = False
     uneven: bool = False
+    shared: int = 6
     changes: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
 
@@ -160,7 +162,7 @@ def _whole(x: Any) -> Tensor:
 
 
 def _numbers(log: Mapping[str, Any]) -> dict[str, float]:
-    timed = ("runtime", "per_second", "time")
+    timed = ("runtime", "per_second", "time", "perf/")
     return {k: v for k, v in log.items() if isinstance(v, float) and not any(t in k for t in timed)}
 
 
@@ -414,6 +416,13 @@ def _with_rewards(trainer: Any, config: Any, run: Run, model: Any, folder: str, 
     )
 
 
+def _async_grpo(run: Run, model: Any, folder: str, given: Any) -> Any:
+    given = {
+        k: x for k, x in given.items() if run.args.get(k) or k != "per_device_train_batch_size"
+    }
+    return rollouts.async_grpo(model, folder, tokenizer(), given, run.shared, bool(run.sizes))
+
+
 def _distinct(completions: list[str], **_: Any) -> list[float]:
     """A reward: how many words are distinct, and a little for their numbers."""
     numbers = [[int(word[1:]) for word in x.split() if word.startswith("w")] for x in completions]
@@ -432,6 +441,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "reward": _reward,
     "grpo": _grpo,
     "rloo": _rloo,
+    "async_grpo": _async_grpo,
 }
 CHAT = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
 

@@ -175,6 +175,39 @@ class Tree:
         whole_number("sequence", sequence, 0, len(self._ranges) - 1)
         return torch.cat([torch.arange(*run) for run in self._ranges[sequence]])
 
+    def windowed(self, width: int) -> Slices:
+        """Return the mask of a layer with a sliding window: a token sees the last `width` tokens of
+        its sequences up to itself.
+
+            tree = tw.Tree.from_sequences([[1, 2, 3], [1, 2, 4, 5], [7]])
+            tree.windowed(2)    # 5 sees 4 and itself, 4 sees 2 and itself
+
+        Args:
+            width: tokens, 1 or more.
+        Raises:
+            ValueError: for a width below 1.
+        """
+        whole_number("width", width, 1)
+        slices = []
+        for (start, stop), path in self._paths().items():
+            edge = min(start + width, stop)
+            slices.append(((start, edge), (start, edge), "causal"))
+            slices.append(((edge, stop), (start + 1, stop), "bicausal"))
+            for first, last in path:
+                # Row i of the node sees key j of the node above from j = i + behind on.
+                behind = int(self.position_ids[start] - self.position_ids[first]) - width + 1
+                edge = min(max(start - behind, start), stop)
+                keys = min(first + max(behind, 0), last), last
+                slices.append(((start, edge), keys, "full"))
+                slices.append(((edge, min(stop, edge + keys[1] - keys[0])), keys, "invcausal"))
+        return Slices(x for x in slices if x[0][0] < x[0][1] and x[1][0] < x[1][1])
+
+    def _paths(self) -> dict[tuple[int, int], tuple[tuple[int, int], ...]]:
+        """Of the rows of every node, the rows of the nodes above it, from the first."""
+        return {
+            rows: ranges[:depth] for ranges in self._ranges for depth, rows in enumerate(ranges)
+        }
+
     def shard(self, cp: ContextParallel) -> tuple[Tensor, Tensor]:
         """This rank's tokens and their position ids, LongTensors [num_rows] each."""
         self._check(cp)

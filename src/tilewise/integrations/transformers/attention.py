@@ -179,6 +179,18 @@ class LayerMask:
             )
         return self.settle(*documents)
 
+    def settle_tree(self, tree: tw.Tree) -> None:
+        """Take the mask of a tree, whose paths stand for documents."""
+        windows = {*parts(self.mask)} - {tw.Causal()}
+        match [*windows]:
+            case [tw.Window(left=int(left), right=None)] if tw.Causal() in parts(self.mask):
+                self.settled = tree.windowed(left + 1)
+            case _:
+                error = self._refused_slices(None)
+                if error is not None:
+                    refuse(self.cp, error)
+                self.settled = tree.mask
+
     def settle(self, *documents: CuSeqlens) -> tw.masks.Mask | list[tw.masks.Mask]:
         """Take these documents of the whole sequence, or of each row, and return the mask."""
         self.documents = tuple(dict.fromkeys(documents)) if len(set(documents)) == 1 else documents
