@@ -54,6 +54,7 @@ FEW = {
     "DPO": Run("dpo", "qwen2"),
     "GRPO": Run("grpo"),
     "Async GRPO": Run("async_grpo", "qwen3"),
+    "Trainer, fused loss": Run("trainer", args={"use_liger_kernel": True}, metrics=True),
     "Reward": Run("reward", "gemma2"),
     "Trainer, images": WITH_IMAGES["Trainer, images, qwen3_vl"],
 }
@@ -70,6 +71,14 @@ MANY = {
     "GRPO, experts": Run("grpo", "mixtral", BALANCED),
     **{f"SFT, padded, {m}": Run("sft", m) for m in ("gemma3", "gpt2", "opt")},
     **{f"DPO, {m}": Run("dpo", m) for m in ("llama", "gemma3", "gpt_oss", "mistral")},
+    # What TRL makes in chunks of the head, beside log-probabilities.
+    "SFT, in chunks": Run("sft", args={"loss_type": "chunked_nll"}),
+    "DPO, weighted": Run("dpo", args={"use_weighting": True, "ld_alpha": 0.5}),
+    "DPO, padding-free, two losses": Run(
+        "dpo", args={"padding_free": True, "loss_type": ["sigmoid", "sft"]}
+    ),
+    "GRPO, entropies": Run("grpo", args={"entropy_coef": 0.02, "top_entropy_quantile": 0.6}),
+    "KTO, apo": Run("kto", args={"loss_type": "apo_zero_unpaired"}),
     "KTO": Run("kto"),
     "ORPO": Run("orpo"),
     "CPO": Run("cpo", "qwen2"),
@@ -110,6 +119,17 @@ MANY = {
     "Trainer, noise, recomputed": Run("trainer", args=NOISE | recomputed(False)),
     "Trainer, images, noise": Run(
         "images", "qwen3_vl", NOISE | {"learning_rate": 0.01}, changes={"dtype": torch.float32}
+    ),
+    "Trainer, Liger's layers": Run(
+        "trainer",
+        args={
+            "use_liger_kernel": True,
+            "liger_kernel_config": {"fused_linear_cross_entropy": False},
+        },
+    ),
+    "SFT, Liger's layers": Run("sft", args=PACKED | {"use_liger_kernel": True}),
+    "Trainer, fused loss, accumulated": Run(
+        "trainer", args={"use_liger_kernel": True, "gradient_accumulation_steps": 2}
     ),
     "Async GRPO, nothing shared": Run("async_grpo", shared=0),
     "Async GRPO, within a budget": Run(
@@ -232,10 +252,13 @@ def test_bf16_is_within_rounding(tmp_path):
 
 def test_trainers_and_settings_that_cannot_be_split_are_refused_before_the_first_batch(tmp_path):
     runs = {
+        "fused": Run("trainer", "gemma3", {"use_liger_kernel": True}).split(2),
         "prompt": Run("sft", prompt_tuning=True).split(2),
     }
     first, second = run_processes(2, train, 2, runs, str(tmp_path))
     assert first == second
+    assert "use_liger_kernel (True) cannot be honoured" in first["fused"]["error"]
+    assert "for Gemma3ForCausalLM: Liger's kernels were tried in" in first["fused"]["error"]
     assert "PROMPT_TUNING puts tokens of its own" in first["prompt"]["error"]
 
 
@@ -253,6 +276,20 @@ def test_completions_are_counted_by_row_where_rows_were_split_after_parsing():
     assert re.search(text, str(refused_completions(args, rows)))
     args.use_vllm = True
     assert "use_vllm (True) cannot be honoured" in str(refused_completions(args, rows))
+
+
+def test_an_older_liger_is_refused(monkeypatch):
+    from tilewise.integrations.transformers import liger
+
+    model = build("llama")
+    for installed, refused in (
+        ("0.5.10", True),
+        ("0.8.4.dev1", True),
+        ("0.8.5", False),
+        ("1", False),
+    ):
+        monkeypatch.setattr(liger, "version", lambda _, installed=installed: installed)
+        assert (f"liger-kernel ({installed}) must be" in str(liger.refused_liger(model))) == refused
 
 
 def test_trainers_that_nobody_tried_are_refused_by_name():

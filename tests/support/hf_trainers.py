@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support import hf_images, hybrid_models, rollouts
+from support import hf_images, hybrid_models, liger_stub, rollouts
 from support.hf_models import VOCABULARY, build
 from torch import Tensor
 
@@ -75,6 +75,7 @@ def train(rank: int, world_size: int, runs: Mapping[str, Run], folder: str) -> d
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore  # data loaders fork
+    liger_stub.provide()
     return {name: _run(run, folder) for name, run in runs.items()}
 
 

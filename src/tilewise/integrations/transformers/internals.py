@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilewise.integrations.seeds import share_random_state
-from tilewise.integrations.transformers.check import models_inside
+from tilewise.integrations.transformers.check import base_model, models_inside
 from tilewise.integrations.transformers.forward import split_forward, whole_logits
+from tilewise.integrations.transformers.liger import refused_liger
 from tilewise.integrations.transformers.noise import noise_of_batch
 
 RUN = frozenset(
@@ -383,13 +384,11 @@ def refused_trainer(trainer: Any) -> str | None:
             break
         if of.__name__ in INSTEAD:
             return f"{of.__name__} cannot split its rows: {INSTEAD[of.__name__]}"
-    settings = (
-        ("use_liger_kernel", "it computes the loss of this rank's tokens; leave it out"),
-        ("deepspeed", "use DDP, or FSDP with fsdp_version=2"),
-    )
-    for name, advice in settings:
-        if getattr(args, name, None):
-            return f"{name} ({getattr(args, name)}) cannot be honoured with cp_size: {advice}"
+    if getattr(args, "deepspeed", None):
+        return (
+            f"deepspeed ({args.deepspeed}) cannot be honoured with cp_size: use DDP, or FSDP with "
+            "fsdp_version=2"
+        )
     if getattr(args, "n_gpu", 1) > 1:
         return "one process drives several GPUs: start one for each, by torchrun or accelerate"
     return None
@@ -449,6 +448,12 @@ def _adapt(trainer: Any) -> None:
     def train_anew(*args: Any, **given: Any) -> Any:
         if trainer.accelerator.forget_evaluation(trainer.model):
             trainer.model_wrapped = trainer.model  # where evaluation compiled it
+        if trainer.args.use_liger_kernel:
+            error = refused_liger(base_model(trainer.model))
+            if error is not None:
+                raise ValueError(error)
+            # The model is tried before Liger replaces functions of its module.
+            trainer.accelerator._split(trainer.model)
         return train(*args, **given)
 
     trainer.train = train_anew
