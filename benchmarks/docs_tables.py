@@ -314,7 +314,7 @@ def _refusals(tables: Tables) -> list[str]:
 
 def _refusals_rows() -> Iterator[Record]:
     tables = {
-        "Trainers": refusals.TRAINERS,
+        "Trainers": (*refusals.TRAINERS, *refusals.LIGER),
         "parallelism": (*refusals.SIZES, *refusals.LAUNCHERS, *refusals.LOADERS),
         "models": refusals.MODELS,
         "adapters": refusals.ADAPTERS,

@@ -21,6 +21,8 @@ from tilewise.integrations.transformers.images import MODELS
 
 PACKED = {"packing": True, "num_train_epochs": 10}
 
+NOISE = {"neftune_noise_alpha": 5.0}  # of NEFTune, on embeddings
+
 
 def recomputed(reentrant: bool) -> dict:
     kind = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
@@ -59,8 +61,11 @@ FEW = {
         "trainer", args={"dataloader_num_workers": 2}, masked=True
     ),
     "Trainer, evaluated first": Run("trainer", evaluates_first=True),
+    "SFT, packed, noise": Run("sft", args=PACKED | NOISE, uneven=True),
     "DPO": Run("dpo", "qwen2"),
     "GRPO": Run("grpo"),
+    "Async GRPO": Run("async_grpo", "qwen3"),
+    "Trainer, fused loss": Run("trainer", args={"use_liger_kernel": True}, metrics=True),
     "Reward": Run("reward", "gemma2"),
     "Trainer, images": WITH_IMAGES["Trainer, images, qwen3_vl"],
     "SFT, images": BY_PROCESSOR["SFT, images, qwen2_5_vl, messages"],
@@ -78,6 +83,14 @@ MANY = {
     "GRPO, experts": Run("grpo", "mixtral", BALANCED),
     **{f"SFT, padded, {m}": Run("sft", m) for m in ("gemma3", "gpt2", "opt")},
     **{f"DPO, {m}": Run("dpo", m) for m in ("llama", "gemma3", "gpt_oss", "mistral")},
+    # What TRL makes in chunks of the head, beside log-probabilities.
+    "SFT, in chunks": Run("sft", args={"loss_type": "chunked_nll"}),
+    "DPO, weighted": Run("dpo", args={"use_weighting": True, "ld_alpha": 0.5}),
+    "DPO, padding-free, two losses": Run(
+        "dpo", args={"padding_free": True, "loss_type": ["sigmoid", "sft"]}
+    ),
+    "GRPO, entropies": Run("grpo", args={"entropy_coef": 0.02, "top_entropy_quantile": 0.6}),
+    "KTO, apo": Run("kto", args={"loss_type": "apo_zero_unpaired"}),
     "KTO": Run("kto"),
     "ORPO": Run("orpo"),
     "CPO": Run("cpo", "qwen2"),
@@ -111,6 +124,33 @@ MANY = {
     "SFT, dft": Run("sft", args={"loss_type": "dft"}),
     "SFT, smoothed": Run("sft", args={"label_smoothing_factor": 0.1}),
     "Trainer, smoothed": Run("trainer", args={"label_smoothing_factor": 0.1}),
+    "Trainer, noise": Run("trainer", "gemma3", NOISE | {"gradient_accumulation_steps": 2}),
+    "SFT, padding-free, noise, LoRA": Run(
+        "sft", args=NOISE | {"padding_free": True, "max_length": None}, lora=True
+    ),
+    "Trainer, noise, recomputed": Run("trainer", args=NOISE | recomputed(False)),
+    "Trainer, images, noise": Run(
+        "images", "qwen3_vl", NOISE | {"learning_rate": 0.01}, changes={"dtype": torch.float32}
+    ),
+    "Trainer, Liger's layers": Run(
+        "trainer",
+        args={
+            "use_liger_kernel": True,
+            "liger_kernel_config": {"fused_linear_cross_entropy": False},
+        },
+    ),
+    "SFT, Liger's layers": Run("sft", args=PACKED | {"use_liger_kernel": True}),
+    "Trainer, fused loss, accumulated": Run(
+        "trainer", args={"use_liger_kernel": True, "gradient_accumulation_steps": 2}
+    ),
+    "Async GRPO, nothing shared": Run("async_grpo", shared=0),
+    "Async GRPO, within a budget": Run(
+        "async_grpo", args={"token_budget": 90, "gradient_accumulation_steps": 2}
+    ),
+    "Async GRPO, windows": Run("async_grpo", "gemma3"),
+    "Async GRPO, experts": Run("async_grpo", "mixtral", BALANCED),
+    "Async GRPO, an epoch": Run("async_grpo", args={"max_steps": -1, "num_train_epochs": 0.5}),
+    "GRPO, noise": Run("grpo", args=NOISE),
     "Trainer, means of ranks": Run("trainer", args={"average_tokens_across_devices": False}),
     "checkpointing, reentrant": Run("trainer", args=recomputed(True)),
     "checkpointing": Run("trainer", args=recomputed(False)),
@@ -123,6 +163,8 @@ MANY = {
 
 OF_PADDING = ("logits/chosen", "logits/rejected")
 """What ORPO and CPO log of padding too, which has no logits here."""
+OF_FIRST = ("batch/", "sample/", "reward")
+"""What the first process of async GRPO alone logs, as it alone reads samples."""
 
 
 def compare(got: dict, want: dict, *, tolerance: float = 1e-5, but: tuple[str, ...] = ()) -> None:
@@ -133,7 +175,8 @@ def compare(got: dict, want: dict, *, tolerance: float = 1e-5, but: tuple[str, .
     assert largest_difference(got["parameters"], want["parameters"]) < tolerance
     for name in ("logged", "evaluated"):
         mine, others = (
-            {key: x for key, x in one[name].items() if key not in but} for one in (got, want)
+            {key: x for key, x in one[name].items() if not key.startswith(but)}
+            for one in (got, want)
         )
         assert mine == pytest.approx(others, rel=10 * tolerance, abs=tolerance), name
     assert got["batch"] == want["batch"]
@@ -144,9 +187,11 @@ def check(runs: dict[str, Run], world_size: int, folder, **sizes: int) -> None:
     whole = world_size // sizes["cp_size"]
     want = run_processes(whole, train, whole, runs, str(folder))[0]
     split = {name: run.split(**sizes) for name, run in runs.items()}
-    for got in run_processes(world_size, train, world_size, split, str(folder)):
+    ranks = run_processes(world_size, train, world_size, split, str(folder))
+    for rank, got in enumerate(ranks):
         for name in runs:
             but = OF_PADDING if runs[name].trainer in ("orpo", "cpo") else ()
+            but = OF_FIRST if runs[name].trainer == "async_grpo" and rank else but
             compare(got[name], want[name], but=but)
 
 
@@ -169,14 +214,16 @@ def test_many_runs(start: int, tmp_path):
 @pytest.mark.slow
 def test_three_ranks_take_the_steps_of_one_process(tmp_path):
     names = (f"Trainer, images, {name}" for name in ("qwen2_vl", "gemma3", "llava_next"))
-    check({name: WITH_IMAGES[name] for name in names}, 3, tmp_path, cp_size=3)
+    runs = {name: WITH_IMAGES[name] for name in names}
+    others = "SFT, packed, noise", "Trainer, noise", "Async GRPO, windows"
+    check(runs | {name: (FEW | MANY)[name] for name in others}, 3, tmp_path, cp_size=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"cp_size": 4}, {"cp_size": 2, "dp_shard_size": 2}], ids=str)
 def test_four_ranks(sizes: dict, tmp_path):
     grpo = {"per_device_train_batch_size": 2, "generation_batch_size": 8}  # of two groups
-    runs = {name: FEW[name] for name in ("SFT, packed, LoRA", "DPO", "GRPO")}
+    runs = {name: FEW[name] for name in ("SFT, packed, LoRA", "DPO", "GRPO", "Async GRPO")}
     check(runs | {"GRPO, groups over ranks": Run("grpo", args=grpo)}, 4, tmp_path, **sizes)
 
 
@@ -218,12 +265,13 @@ def test_bf16_is_within_rounding(tmp_path):
 
 def test_trainers_and_settings_that_cannot_be_split_are_refused_before_the_first_batch(tmp_path):
     runs = {
-        "noise": Run("trainer", args={"neftune_noise_alpha": 5.0}).split(2),
+        "fused": Run("trainer", "gemma3", {"use_liger_kernel": True}).split(2),
         "prompt": Run("sft", prompt_tuning=True).split(2),
     }
     first, second = run_processes(2, train, 2, runs, str(tmp_path))
     assert first == second
-    assert "neftune_noise_alpha (5.0) cannot be honoured" in first["noise"]["error"]
+    assert "use_liger_kernel (True) cannot be honoured" in first["fused"]["error"]
+    assert "for Gemma3ForCausalLM: Liger's kernels were tried in" in first["fused"]["error"]
     assert "PROMPT_TUNING puts tokens of its own" in first["prompt"]["error"]
 
 
@@ -242,6 +290,20 @@ def test_completions_are_counted_by_row_where_rows_were_split_after_parsing():
     assert re.search(text, str(refused(TRAINERS, trainer)))
     args.use_vllm = True
     assert "use_vllm (True) cannot be honoured" in str(refused(TRAINERS, trainer))
+
+
+def test_an_older_liger_is_refused():
+    from tilewise.integrations.transformers import liger, refusals
+
+    for installed, refused in (
+        ("0.5.10", True),
+        ("0.8.4.dev1", True),
+        ("0.8.5", False),
+        ("1", False),
+    ):
+        asked = liger.WithLiger("LlamaForCausalLM", installed)
+        error = str(refusals.refused(refusals.LIGER, asked))
+        assert (f"liger-kernel ({installed}) must be" in error) == refused
 
 
 def test_trainers_that_nobody_tried_are_refused_by_name():

@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="needs transformers, of the extra hf"
 
 import tilewise as tw
 from tilewise.integrations.transformers import refusals
+from tilewise.integrations.transformers.liger import WithLiger
 from tilewise.integrations.transformers.refusals import Refusal, check_allowed, refused
 
 NOTHING: dict[str, Any] = {"n_gpu": 1, "use_vllm": False, "deepspeed": None}
@@ -53,7 +54,8 @@ completions |= {"steps_per_generation": 2}
         ("TRAINERS", of_class("Seq2SeqTrainer", "transformers"), "Seq2SeqTrainer cannot split"),
         ("TRAINERS", of_class("PPOTrainer", "trl.experimental.ppo"), "PPOTrainer cannot split"),
         ("TRAINERS", of_class("DPOTrainer", "trl.experimental.dpo"), "DPOTrainer cannot split"),
-        ("TRAINERS", trainer(use_liger_kernel=True), r"use_liger_kernel \(True\) cannot"),
+        ("LIGER", WithLiger("Gemma2ForCausalLM", "0.8.5"), r"use_liger_kernel \(True\) cannot"),
+        ("LIGER", WithLiger("Qwen3ForCausalLM", "0.8.4"), r"liger-kernel \(0.8.4\) must be 0.8.5"),
         ("TRAINERS", trainer(deepspeed="a.json"), r"deepspeed \(a.json\) cannot .*; use DDP, or"),
         ("TRAINERS", trainer(n_gpu=2), "one process drives 2 GPUs; start one for each"),
         ("TRAINERS", trainer(use_vllm=True), r"use_vllm \(True\) cannot be honoured"),
@@ -92,6 +94,8 @@ def test_a_row_refuses_by_name_and_value(rows: str, asked: Any, message: str) ->
         ("TRAINERS", of_class("SFTTrainer", "trl.trainer.sft_trainer")),
         ("TRAINERS", of_class("ORPOTrainer", "trl.experimental.orpo")),
         ("TRAINERS", of_class("OwnTrainer", "script")),
+        ("TRAINERS", trainer(use_liger_kernel=True, neftune_noise_alpha=5.0)),
+        ("LIGER", WithLiger("Qwen3ForCausalLM", "")),
         ("SIZES", sizes()),
         ("SIZES", sizes(strategy=tw.ring(4))),
         ("LAUNCHERS", launcher("FSDP", is_fsdp2=True)),

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support import hf_images, hf_processors, hybrid_models
+from support import hf_images, hf_processors, hybrid_models, liger_stub, rollouts
 from support.hf_models import VOCABULARY, build
 from torch import Tensor
 
@@ -41,6 +41,8 @@ class Run:
         own_loss: a compute_loss_func.
         masked: the collator draws which tokens are masked.
         evaluates_first: before it trains.
+        shared: tokens that the rollouts of a prompt have in common.
+        uneven: between steps ranks but the first draw random numbers of their own.
     """
 
     trainer: str
@@ -55,6 +57,8 @@ class Run:
     own_loss: bool = False
     masked: bool = False
     evaluates_first: bool = False
+    uneven: bool = False
+    shared: int = 6
     changes: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
 
@@ -71,6 +75,7 @@ def train(rank: int, world_size: int, runs: Mapping[str, Run], folder: str) -> d
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore  # data loaders fork
+    liger_stub.provide()
     return {name: _run(run, folder) for name, run in runs.items()}
 
 
@@ -80,6 +85,8 @@ def _run(run: Run, folder: str) -> dict[str, Any]:
         for callback in list(trainer.callback_handler.callbacks):
             if "Printer" in type(callback).__name__:
                 trainer.remove_callback(callback)
+        if run.uneven:
+            trainer.add_callback(_uneven())
         if run.evaluates_first:
             trainer.evaluate()
         trainer.train()
@@ -100,6 +107,16 @@ def _run(run: Run, folder: str) -> dict[str, Any]:
         },
         "batch": trainer.get_total_train_batch_size(trainer.args),
     }
+
+
+def _uneven() -> Any:
+    from transformers import TrainerCallback
+
+    class Uneven(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            torch.rand(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+
+    return Uneven()
 
 
 def use_fsdp2(state_dict_type: str) -> None:
@@ -146,7 +163,7 @@ def _whole(x: Any) -> Tensor:
 
 
 def _numbers(log: Mapping[str, Any]) -> dict[str, float]:
-    timed = ("runtime", "per_second", "time")
+    timed = ("runtime", "per_second", "time", "perf/")
     return {k: v for k, v in log.items() if isinstance(v, float) and not any(t in k for t in timed)}
 
 
@@ -400,6 +417,13 @@ def _with_rewards(trainer: Any, config: Any, run: Run, model: Any, folder: str, 
     )
 
 
+def _async_grpo(run: Run, model: Any, folder: str, given: Any) -> Any:
+    given = {
+        k: x for k, x in given.items() if run.args.get(k) or k != "per_device_train_batch_size"
+    }
+    return rollouts.async_grpo(model, folder, tokenizer(), given, run.shared, bool(run.sizes))
+
+
 def _distinct(completions: list[str], **_: Any) -> list[float]:
     """A reward: how many words are distinct, and a little for their numbers."""
     numbers = [[int(word[1:]) for word in x.split() if word.startswith("w")] for x in completions]
@@ -420,6 +444,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "reward": _reward,
     "grpo": _grpo,
     "rloo": _rloo,
+    "async_grpo": _async_grpo,
 }
 CHAT = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
 

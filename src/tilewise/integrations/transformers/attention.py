@@ -188,6 +188,14 @@ class LayerMask:
             )
         return self.settle(*documents)
 
+    def settle_tree(self, tree: tw.Tree) -> None:
+        """Take the mask of a tree, whose paths stand for documents."""
+        error = self._refused_slices(None)
+        if error is not None:
+            refuse(self.cp, error)
+        left = self._reach()
+        self.settled = tree.mask if left is None else tree.mask.windowed(left)
+
     def settle(self, *documents: CuSeqlens) -> tw.masks.Mask | list[tw.masks.Mask]:
         """Take these documents of the whole sequence, or of each row, and return the mask."""
         self.documents = tuple(dict.fromkeys(documents)) if len(set(documents)) == 1 else documents

@@ -74,6 +74,11 @@ from tilewise.integrations.transformers.states import (
     split_call,
     wire,
 )
+from tilewise.integrations.transformers.tree_rows import (
+    OF_TREES,
+    SEGMENTS,
+    tree_of_call,
+)
 from tilewise.integrations.transformers.whole_rows import PackedRows, labels_of_rows, packed
 from tilewise.plan.kept import RecentValues
 from tilewise.tokens.moves import gather_moves
@@ -92,6 +97,7 @@ READ = frozenset(  # arguments that say which tokens there are; the model gets t
         *("shift_labels", "token_type_ids", "mm_token_type_ids", "num_items_in_batch"),
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
         *(*CACHES, "use_cache", "return_dict", "logits_to_keep", "cache_position", INDICES),
+        *OF_TREES,
     )
 )
 FEATURES = ("image_outputs", "video_outputs", "image_hidden_states", "video_hidden_states")
@@ -223,6 +229,11 @@ class _State(threading.local):
 _state = _State()
 
 
+def split_call_of_thread() -> SplitCall | None:
+    """The split call that this thread runs; None: it runs none."""
+    return _state.call
+
+
 class _KnownLengths(RopeLengths):
     """RoPE lengths in a split forward: every rank knows the largest position from whole rows."""
 
@@ -244,6 +255,7 @@ class SplitCall:
         columns: of which logits are wanted; None: all.
         as_tuple: the caller asked for a tuple.
         images: which the call brings, if any.
+        tree: that its row is, if it is one.
     """
 
     split: SplitForward
@@ -256,6 +268,13 @@ class SplitCall:
     gathers_logits: bool
     as_tuple: bool
     images: SplitImages | None = None
+    tree: tw.Tree | None = None
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens [1, num_tokens, ...] of the batch [rows, columns, ...]; of a
+        rank without tokens, one row of zeros.
+        """
+        return _Own(self.cp)(self.rows.take(x), 0)
 
 
 class SplitForward(Shared):
@@ -293,16 +312,9 @@ class SplitForward(Shared):
         Args:
             device: type of the device that the model runs on.
         """
-        mask = tw.Full() if self.masked else tw.Causal()
 
         def make() -> tw.ContextParallel:
-            cp = tw.ContextParallel(
-                self.group,
-                num_tokens=num_tokens,
-                mask=mask,
-                strategy=self.strategy,
-                reduction=self.reduction,
-            )
+            cp = self._over_ranks(num_tokens, tw.Full() if self.masked else tw.Causal())
             if self.work is not None and may_choose(cp):
                 # Batches differ in length: those up to the next power of two are planned alike.
                 length = 1 << (num_tokens - 1).bit_length()
@@ -310,6 +322,10 @@ class SplitForward(Shared):
             return cp
 
         return self._by_length.get(num_tokens, make)
+
+    def _over_ranks(self, num_tokens: int, mask: tw.masks.Mask) -> tw.ContextParallel:
+        how: dict[str, Any] = {"strategy": self.strategy, "reduction": self.reduction}
+        return tw.ContextParallel(self.group, num_tokens=num_tokens, mask=mask, **how)
 
     def starts(
         self, called: Any, args: tuple[Any, ...], given: dict[str, Any]
@@ -331,7 +347,7 @@ class SplitForward(Shared):
         Rows are compared by sums that change with any token.
         """
         sums = []
-        for name in ("input_ids", "labels", "shift_labels", "position_ids"):
+        for name in ("input_ids", "labels", "shift_labels", "position_ids", *SEGMENTS):
             x = given.get(name)
             if x is not None:
                 weights = torch.arange(1, x.numel() + 1, device=x.device)
@@ -364,14 +380,18 @@ class SplitForward(Shared):
         position_ids, three = given.get("position_ids"), None
         if isinstance(position_ids, Tensor) and position_ids.ndim == 3:  # [3 or 4, rows, columns]
             position_ids, three = _of_text_and_images(position_ids, tokens)
+        tree = tree_of_call(called, given, tokens)
         rows = packed(
             tokens,
             given.get("attention_mask"),
             position_ids,
-            given.get("cu_seq_lens_q"),
+            given.get("cu_seq_lens_q") if tree is None else torch.tensor([0, tree.num_tokens]),
             counts_kept=self.counts_kept,
         )
-        cp = self.for_length(rows.num_tokens, tokens.device.type)
+        if tree is None:
+            cp = self.for_length(rows.num_tokens, tokens.device.type)
+        else:
+            cp = self._over_ranks(rows.num_tokens, tree.mask)
         own = _Own(cp)
         inputs = {name: x for name, x in given.items() if name not in READ}
         for name in ("input_ids", "inputs_embeds"):
@@ -426,6 +446,7 @@ class SplitForward(Shared):
             gathers_logits=whole_labels is None or _state.logits.whole,
             as_tuple=given.get("return_dict") is False,
             images=images,
+            tree=tree,
         )
         return call, inputs
 
@@ -766,7 +787,7 @@ def _masks_beside(implementation: str) -> Callable[..., Any]:
             return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**given)
         how = True, documents_of_call, call.split.stateless
         mask = masks_of(call.cp, call.split.lengths, *how)(**given)
-        mask.settle(call.rows.cu_seqlens)
+        mask.settle(call.rows.cu_seqlens) if call.tree is None else mask.settle_tree(call.tree)
         return mask
 
     return make_mask

@@ -21,8 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilewise.integrations.transformers.check import models_inside
+from tilewise.integrations.seeds import share_random_state
+from tilewise.integrations.transformers.check import base_model, models_inside
 from tilewise.integrations.transformers.forward import split_forward, whole_logits
+from tilewise.integrations.transformers.liger import check_liger
+from tilewise.integrations.transformers.noise import noise_of_batch
 from tilewise.integrations.transformers.refusals import LAUNCHERS, LOADERS, TRAINERS, check_allowed
 
 
@@ -46,9 +49,12 @@ class SplitAccelerator:
         deals_to_ranks: while data loaders are dealt out: num_processes counts all ranks, of which
             accelerate takes those of one row together by its mesh.
         cuts_rows: while TRL cuts a row's share out of what was gathered: process_index is the row.
+        hands_out_rows: while TRL makes a data loader of which the first process alone reads, and
+            hands each of the others its row.
     """
 
     deals_to_ranks = False
+    hands_out_rows = False
     cuts_rows = False
 
     @property
@@ -70,6 +76,8 @@ class SplitAccelerator:
     @property
     def dispatch_batches(self) -> bool:
         """False: every rank reads for itself, and the ranks that share a row read the same."""
+        if self.hands_out_rows:
+            return True
         check_allowed(LOADERS, super().dispatch_batches)  # type: ignore[misc]
         return False
 
@@ -114,6 +122,8 @@ class SplitAccelerator:
         return True
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **given: Any) -> Any:
+        if self.hands_out_rows:
+            data_loader.collate_fn = _row_of_each_rank(data_loader.collate_fn, self._row_ranks)
         self.deals_to_ranks = True
         try:
             return super().prepare_data_loader(data_loader, *args, **given)  # type: ignore[misc]
@@ -127,14 +137,12 @@ class SplitAccelerator:
             yield share
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """accelerate's reduce; a sum counts the first rank of each row."""
         from accelerate.utils import operations
 
-        reduced, ranks = super().reduce(tensor, reduction, scale), self._row_ranks  # type: ignore[misc]
-        if reduction != "sum":
-            return reduced
-        return operations.recursively_apply(
-            lambda x: x / ranks if x.is_floating_point() else x // ranks, reduced
-        )
+        if reduction == "sum" and dist.get_rank() % self._row_ranks:
+            tensor = operations.recursively_apply(torch.zeros_like, tensor)
+        return super().reduce(tensor, reduction, scale)  # type: ignore[misc]
 
     def _split(self, model: nn.Module) -> None:
         from transformers.modeling_layers import GenericForSequenceClassification
@@ -170,6 +178,11 @@ class SplitAccelerator:
 
 def _trains(model: nn.Module) -> bool:
     return model.training and any(x.requires_grad for x in model.parameters())
+
+
+def _row_of_each_rank(collate: Callable[[Any], Any], size: int) -> Callable[[Any], Any]:
+    """A batch's rows, each as often as ranks share it: process i is handed row i."""
+    return lambda examples: {k: x.repeat_interleave(size, 0) for k, x in collate(examples).items()}
 
 
 @functools.cache
@@ -235,6 +248,9 @@ def install() -> None:
     create = trainer.create_accelerator_and_postprocess
     trainer.create_accelerator_and_postprocess = _with_split(create)
     trainer._get_num_items_in_batch = _undivided(trainer._get_num_items_in_batch)
+    from transformers.integrations import neftune
+
+    neftune.neftune_post_forward_hook = noise_of_batch(neftune.neftune_post_forward_hook)
 
 
 def _once_a_row(gather: Callable[[Any], Any], operations: Any) -> Callable[[Any], Any]:
@@ -363,12 +379,18 @@ def _adapt(trainer: Any) -> None:
     def train_anew(*args: Any, **given: Any) -> Any:
         if trainer.accelerator.forget_evaluation(trainer.model):
             trainer.model_wrapped = trainer.model  # where evaluation compiled it
+        if trainer.args.use_liger_kernel:
+            check_liger(base_model(trainer.model))
+            # The model is tried before Liger replaces functions of its module.
+            trainer.accelerator._split(trainer.model)
         return train(*args, **given)
 
     trainer.train = train_anew
     if hasattr(trainer, "_generate_and_score_completions"):
         complete = trainer._generate_and_score_completions
         trainer._generate_and_score_completions = _of_first_rank(complete, trainer.accelerator)
+    if type(trainer).__name__ == "AsyncGRPOTrainer":
+        trainer.get_train_dataloader = _handing_out_rows(trainer)
     if hasattr(trainer, "generate_on_policy_outputs"):
         _adapt_distillation(trainer)
 
@@ -379,16 +401,31 @@ def _of_first_rank(complete: Callable[..., Any], accelerator: Any) -> Callable[.
     @functools.wraps(complete)
     def completions(*args: Any, **given: Any) -> Any:
         group = accelerator.torch_device_mesh["cp"].get_group()
-        _share_random_state(group)
+        share_random_state(group)
         accelerator.cuts_rows = True
         try:
             made = from_first_rank(complete(*args, **given), group)
         finally:
             accelerator.cuts_rows = False
-        _share_random_state(group)  # TRL shuffles them next
+        share_random_state(group)  # TRL shuffles them next
         return made
 
     return completions
+
+
+def _handing_out_rows(trainer: Any) -> Callable[[], Any]:
+    """get_train_dataloader of async GRPO: the first process reads the queue of rollouts."""
+    load = trainer.get_train_dataloader
+
+    @functools.wraps(load)
+    def get_train_dataloader() -> Any:
+        trainer.accelerator.hands_out_rows = True
+        try:
+            return load()
+        finally:
+            trainer.accelerator.hands_out_rows = False
+
+    return get_train_dataloader
 
 
 def _adapt_distillation(trainer: Any) -> None:
@@ -399,7 +436,7 @@ def _adapt_distillation(trainer: Any) -> None:
 
     @functools.wraps(step)
     def training_step(*args: Any, **given: Any) -> Any:
-        _share_random_state(trainer.accelerator.torch_device_mesh["cp"].get_group())
+        share_random_state(trainer.accelerator.torch_device_mesh["cp"].get_group())
         return step(*args, **given)
 
     trainer.training_step = training_step
@@ -444,23 +481,6 @@ class _ReducedOnce:
         if logits.shape[1] > columns:  # filled as accelerate fills logits
             logits[:, columns:] = self.function(row - 100, labels)[0, 0]
         return logits
-
-
-def _share_random_state(group: Any) -> None:
-    """Every rank of a group goes on with the random numbers of its first."""
-    import random
-
-    import numpy as np
-
-    state: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
-    if torch.cuda.is_available():
-        state.append(torch.cuda.get_rng_state())
-    dist.broadcast_object_list(state, dist.get_global_rank(group, 0), group=group)
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state[3])
 
 
 def from_first_rank(values: dict[Any, Any], group: Any) -> dict[Any, Any]:

@@ -29,7 +29,7 @@ READ = frozenset(
         *("scaling", "position_ids", "cu_seq_lens_q", "max_length_q", "max_length_k"),
         *("position_embeddings", "cache_position", "use_cache", "num_items_in_batch"),
         *("labels", "shift_labels", "logits_to_keep", "return_dict", "output_hidden_states"),
-        *("is_training", "s_aux", "softcap", "dropout"),
+        *("is_training", "s_aux", "softcap", "dropout", "skip_logits"),
     )
 )
 # What else models ask for; the rest is not known here.

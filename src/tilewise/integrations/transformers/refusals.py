@@ -23,7 +23,7 @@ from tilewise.integrations.transformers.masks import (
 TRIED = frozenset(
     ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer")
 )
-TRIED_EXPERIMENTAL = frozenset(("CPOTrainer", "GKDTrainer", "ORPOTrainer"))
+TRIED_EXPERIMENTAL = frozenset(("AsyncGRPOTrainer", "CPOTrainer", "GKDTrainer", "ORPOTrainer"))
 """Of trl.experimental, where others have the names of those above too."""
 
 
@@ -77,8 +77,11 @@ def _untried(trainer: Any) -> str | None:
 
 def _uneven_completions(trainer: Any) -> tuple[int, ...] | None:
     """GRPO's and RLOO's configurations check it when they are made, maybe before rows are split."""
-    args, group = trainer.args, getattr(trainer.args, "num_generations", None)
-    if group is None or args.generation_batch_size % group == 0:
+    args = trainer.args
+    if not hasattr(args, "generation_batch_size"):  # of others async GRPO has num_generations
+        return None
+    group = args.num_generations
+    if args.generation_batch_size % group == 0:
         return None
     per_device, steps = args.per_device_train_batch_size, args.steps_per_generation
     return group, args.generation_batch_size, per_device, trainer.accelerator.num_processes, steps
@@ -89,12 +92,8 @@ TRAINERS = (
     Refusal(_encodes, "{} cannot split its rows: models with an encoder and a decoder have cross "
             "attention", "use Trainer with a decoder alone"),
     Refusal(_untried, "{} cannot split its rows: no test compares it with the unsplit run",
-            "use Trainer or TRL's trainers for SFT, DPO, KTO, GRPO, RLOO, rewards, ORPO, CPO or "
-            "GKD, or set cp_size=1"),
-    Refusal(_setting("use_liger_kernel"), "use_liger_kernel ({}) cannot be honoured with cp_size: "
-            "it computes the loss of this rank's tokens", "leave it out"),
-    Refusal(_setting("neftune_noise_alpha"), "neftune_noise_alpha ({}) cannot be honoured with "
-            "cp_size: its noise depends on the rows that a rank has", "leave it out"),
+            "use Trainer or TRL's trainers for SFT, DPO, KTO, GRPO, async GRPO, RLOO, rewards, "
+            "ORPO, CPO or GKD, or set cp_size=1"),
     Refusal(_setting("deepspeed"), "deepspeed ({}) cannot be honoured with cp_size",
             DATA_PARALLEL, True),
     Refusal(lambda trainer: getattr(trainer.args, "n_gpu", 1) > 1 and trainer.args.n_gpu,
@@ -106,6 +105,30 @@ TRAINERS = (
             "steps_per_generation ({0[4]}) times", "change one of these numbers"),
 )  # fmt: skip
 """Asked of a Trainer, with its args and its accelerator."""
+
+
+LIGER_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+LIGER_OLDEST = "0.8.5"  # the forward of some older ones shifts labels by itself
+CHUNKS = "TRL's trainers for SFT, DPO, KTO and GRPO compute their losses in chunks, as they are"
+
+
+def _older(with_liger: Any) -> str | None:
+    installed = with_liger.version
+    return installed if installed and _numbers(installed) < _numbers(LIGER_OLDEST) else None
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(".")[:3] if part.isdigit()]
+
+
+LIGER = (
+    Refusal(lambda of: None if of.name in LIGER_MODELS else of.name,
+            "use_liger_kernel (True) cannot be honoured with cp_size for {}: Liger's kernels were "
+            f"tried in {', '.join(LIGER_MODELS)} alone", f"leave it out; {CHUNKS}"),
+    Refusal(_older, f"liger-kernel ({{}}) must be {LIGER_OLDEST} or newer with use_liger_kernel "
+            "and cp_size", f"upgrade it, or leave it out; {CHUNKS}"),
+)  # fmt: skip
+"""Asked of a model with Liger's kernels."""
 
 
 def _above_one(name: str) -> Callable[[Any], Any]:
