@@ -15,7 +15,7 @@ from tilewise.integrations.transformers.refusals import LIGER, check_allowed
 
 
 class WithLiger(NamedTuple):
-    """A class of models, and the version of liger-kernel; empty: it is missing, as the Trainer says."""
+    """A class of models, and the version of liger-kernel; empty where it is missing."""
 
     name: str
     version: str
