@@ -11,8 +11,10 @@ from processes.launcher import run_processes
 from typer.testing import CliRunner
 
 import tilewise as tw
-from tilewise.simulation.machine import Link
-from tilewise_tools.calibration.measure import Settings, calibrate
+from tilewise.simulation.machine import Link, Machine
+from tilewise_tools.calibration import measure
+from tilewise_tools.calibration.links import SMALL, Cores, Usage
+from tilewise_tools.calibration.measure import BULK, Settings, calibrate
 from tilewise_tools.calibration.own_work import SharedClock, Sizes, kernel_tables
 from tilewise_tools.cli import app
 
@@ -124,3 +126,17 @@ def test_the_command_writes_a_machine_that_predicts(tmp_path: Path):
     slower = replace(machine, inside=Link(1e6, 1e-3))
     times = [tw.simulate(tw.ring(4), work, one).seconds for one in (machine, slower)]
     assert 0 < times[0] < times[1]
+
+
+@pytest.mark.parametrize("bandwidth", [5e6, 2e9])
+def test_messages_keep_a_link_no_longer_than_a_short_one_takes(bandwidth: float):
+    """What is left of a message's processor time is the ranks' that post it."""
+    link = Link(bandwidth, 1e-4)
+    before = replace(Machine.preset("cpu-gloo"), inside=link, between=link, message_seconds=0.0)
+    small, bulk = Usage(1e-5, 4e-5), Usage(1e-5, 4e-5 + 1e-9 * (BULK - SMALL))
+    after = measure._with_messages(before, Cores(2.0, None), small, bulk)
+    assert after.copy_cores == pytest.approx(1e-9 * bandwidth / 2)
+    assert after.carry_seconds == pytest.approx(min(1e-4, 3e-5 / (2 * after.copy_cores)))
+    assert after.inside.latency == pytest.approx(1e-4 - after.carry_seconds)
+    spent = 2 * after.message_seconds + 2 * after.carry_seconds * after.copy_cores
+    assert spent == pytest.approx(small.whole)  # of both ends, as measured

@@ -174,19 +174,30 @@ def other_work() -> str:
 def _with_messages(machine: Machine, cores: Cores | None, small: Usage, bulk: Usage) -> Machine:
     """Return the machine with what messages keep busy: ranks that post them, and cores where those
     are shared.
+
+    What a short message takes of the cores beside that keeps its link busy, for no longer than such
+    a message was under way; the rest is the ranks' that post it.
     """
-    machine = replace(machine, message_seconds=machine.message_seconds + small.own / 2)
+    posting, carry = small.own / 2, 0.0
     if cores is None:
-        return machine
+        return replace(machine, message_seconds=machine.message_seconds + posting)
     per_byte = max(bulk.whole - small.whole, 0.0) / (BULK - SMALL)
     copy_cores = per_byte * machine.inside.bandwidth / 2
-    carry = max(small.whole - small.own, 0.0) / (2 * copy_cores) if copy_cores else 0.0
-    inside, between = (
-        replace(link, latency=max(link.latency - carry, 0.0))
-        for link in (machine.inside, machine.between)
+    beside, links = max(small.whole - small.own, 0.0), (machine.inside, machine.between)
+    if copy_cores:
+        carry = min(beside / (2 * copy_cores), *(link.latency for link in links))
+        posting += beside / 2 - carry * copy_cores
+    inside, between = (replace(link, latency=link.latency - carry) for link in links)
+    return replace(
+        machine,
+        message_seconds=machine.message_seconds + posting,
+        cores=cores.cores,
+        core_sharers=cores.sharers,
+        copy_cores=copy_cores,
+        carry_seconds=carry,
+        inside=inside,
+        between=between,
     )
-    shared = {"cores": cores.cores, "core_sharers": cores.sharers, "copy_cores": copy_cores}
-    return replace(machine, **shared, carry_seconds=carry, inside=inside, between=between)
 
 
 MOST_RANKS = 64
