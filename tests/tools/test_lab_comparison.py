@@ -121,6 +121,7 @@ def test_of_the_nics_the_first_free_is_taken():
 
 def test_without_a_lab_the_command_says_so_and_is_no_faster_than_its_nics():
     words = ["--tokens-per-rank", "512", "--heads", "4", "--head-dim", "16", "--mbit", "20"]
+    words += ["--machine", "cpu-gloo"]
     result = CliRunner().invoke(app, ["lab", "run", "--limited", "--json", *SMALL, *words])
     assert result.exit_code == 0
     rows = json.loads(result.stdout)["rows"]
@@ -128,6 +129,9 @@ def test_without_a_lab_the_command_says_so_and_is_no_faster_than_its_nics():
     for row in rows:
         assert (row["network"], row["counted_bytes"]) == ("rate-limited transport", None)
         assert row["line_share"] <= 1.1  # a bucket is 10 ms deep
+    work = tw.Workload(1024, 4, 4, 16, "float32", layout="zigzag")
+    predicted = tw.simulate(tw.ring(2), work, tw.Machine.preset("cpu-gloo")).forward_seconds
+    assert rows[0]["predicted_seconds"] == predicted
 
 
 def test_without_root_the_command_says_so_and_falls_back(monkeypatch: pytest.MonkeyPatch):

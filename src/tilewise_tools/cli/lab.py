@@ -14,6 +14,7 @@ import typer
 
 from tilewise.arguments import dtype_name
 from tilewise.expressions import WIRE, read_heads
+from tilewise.simulation.simulator import simulate
 from tilewise.strategies.catalog import near_square
 from tilewise.transport.processes import RankError
 from tilewise.workload import volume
@@ -31,6 +32,7 @@ from tilewise_tools.cli.options import (
     command_of,
     option,
     read_count,
+    read_machine_option,
 )
 from tilewise_tools.cli.output import (
     as_bytes,
@@ -96,6 +98,10 @@ class LabOptions(NamedTuple):
     limited: Annotated[
         bool, option("No namespaces: a transport that keeps to the speed.", "--limited")
     ] = False
+    machine: Annotated[
+        Path | None,
+        option("The lab's file by `lab calibrate`: the time that it predicts stands beside."),
+    ] = None
     as_json: AsJson = False
 
 
@@ -104,6 +110,7 @@ def run(options: LabOptions, about: CaseOptions) -> None:
     with refusing_bad_input(NAMES):
         case = _case(options, about.filled(USUAL))
         contenders = _contenders(options, case)
+        predicted = _predicted(options, case, contenders)
     timing = Timing(options.repeats, warmups=0, timeout_seconds=600.0, truth_pairs=1)
     with ExitStack() as stack:
         stack.enter_context(ending_on(LabError, RankError, Blamed))
@@ -118,9 +125,10 @@ def run(options: LabOptions, about: CaseOptions) -> None:
         rows = compete(world, case, contenders, timing, lambda turn: begin(names[turn]))
     if options.as_json:
         values = {name: getattr(options, name) for name in ("hosts", "ranks_per_host", "mbit")}
-        print_json(values | {"rows": [_as_json(row) for row in rows]})
+        found = zip(rows, predicted, strict=True)
+        print_json(values | {"rows": [_as_json(*row) for row in found]})
     else:
-        _report(options, rows)
+        _report(options, rows, predicted)
 
 
 def clean_command(as_json: AsJson = False) -> None:
@@ -210,6 +218,20 @@ def _contenders(options: LabOptions, case: BenchCase) -> list[Strategy]:
     return strategies
 
 
+def _predicted(
+    options: LabOptions, case: BenchCase, contenders: list[Strategy]
+) -> list[float | None]:
+    """Seconds of each strategy on the calibrated lab, if its file is given."""
+    if options.machine is None:
+        return [None] * len(contenders)
+    machine, seconds = read_machine_option(str(options.machine)), list[float | None]()
+    for one in contenders:
+        (plan, _, backward_plan), work = one.asked(case)
+        found = simulate(plan, work, machine, backward_plan, prune=one.prune)
+        seconds += case.timed([found.forward_seconds], [found.backward_seconds])
+    return seconds
+
+
 def _usual(n: int, heads: int) -> list[str]:
     """A ring, a square mesh, ulysses, of those that there are."""
     wide, degree = near_square(n)[0], math.gcd(n, heads)
@@ -218,11 +240,12 @@ def _usual(n: int, heads: int) -> list[str]:
     return [f"ring({n})", *mesh, *([inner] if degree > 1 or n == 1 else [])]
 
 
-def _as_json(row: ContestRow) -> dict[str, Any]:
-    return row._asdict() | {"ratio": row.ratio, "median_seconds": median(row.seconds)}
+def _as_json(row: ContestRow, predicted: float | None) -> dict[str, Any]:
+    more = {"ratio": row.ratio, "median_seconds": median(row.seconds)}
+    return row._asdict() | more | {"predicted_seconds": predicted}
 
 
-def _report(options: LabOptions, rows: list[ContestRow]) -> None:
+def _report(options: LabOptions, rows: list[ContestRow], predicted: list[float | None]) -> None:
     console = table_console()
     console.print(
         f"\n{options.hosts} hosts x {options.ranks_per_host} ranks, {options.mbit:g} Mbit/s a NIC; "
@@ -233,14 +256,16 @@ def _report(options: LabOptions, rows: list[ContestRow]) -> None:
         highlight=False,
     )
     table = table_of(
-        *("strategy", "seconds", "ratio", "range", "bytes"),
+        *("strategy", "seconds", *["predicted"] * (options.machine is not None)),
+        *("ratio", "range", "bytes"),
         *("ratio/bytes", "line", "all sent", "counted"),
     )
-    for row in rows:
+    for row, seconds in zip(rows, predicted, strict=True):
         counted = row.counted_bytes
         table.add_row(
             row.strategy,
             f"{median(row.seconds):.3f}",
+            *([] if seconds is None else [f"{seconds:.3f}"]),
             f"{row.ratio:.2f}",
             f"{min(row.ratios):.2f}-{max(row.ratios):.2f}",
             f"{row.byte_ratio:.2f}",
