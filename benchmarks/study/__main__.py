@@ -117,8 +117,8 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
     some --method take less. The others take minutes; one that is stopped goes on too.
     """
     with refusing_bad_input():
-        for path in (options.output, options.page, options.png, options.rows):
-            check_writable(path)
+        for name in ("output", "page", "png", "rows"):
+            check_writable(f"--{name}", getattr(options, name))
         names = _names(options)
         given, about = about, about.filled(USUAL)
         machine = read_machine_option(about.machine)
