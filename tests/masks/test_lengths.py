@@ -126,3 +126,11 @@ def test_labels_are_the_next_token_of_the_same_document(kind):
 def test_labels_must_be_shifted_before_sharding():
     with pytest.raises(ValueError, match="tokens has 3 tokens, but cu_seqlens ends at 6"):
         lengths.shift_labels(np.arange(3), [0, 6])
+
+
+def test_a_corpus_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "bad.csv").write_bytes(b"\xff\xfe\x00length")
+    with pytest.raises(ValueError, match=r"bad.csv cannot be read: no UTF-8"):
+        lengths.histogram(str(tmp_path / "bad.csv"))
+    with pytest.raises(ValueError, match=r"none.csv cannot be read: No such file"):
+        lengths.histogram(str(tmp_path / "none.csv"))

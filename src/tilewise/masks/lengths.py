@@ -168,7 +168,8 @@ def _read_csv(path: Path) -> tuple[Bin, ...]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"corpus {path} cannot be read: {error.strerror}") from None
+        reason = error.strerror if isinstance(error, OSError) else f"no UTF-8, {error.reason}"
+        raise ValueError(f"corpus {path} cannot be read: {reason}") from None
     reader = csv.DictReader(lines)
     column_names = tuple(reader.fieldnames or ())
     names = next((x for x in (("length",), Bin._fields) if set(x) <= set(column_names)), None)
