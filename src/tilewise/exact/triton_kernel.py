@@ -19,7 +19,7 @@ from torch import Tensor
 from tilewise.exact.blocks import Array, BlockSizes, DocumentRows, documents
 from tilewise.exact.kernel import Results, WholeRowsKernel, position_bytes
 from tilewise.kernels.protocol import Operands, Scores
-from tilewise.kernels.triton.kernel import score_rule
+from tilewise.kernels.triton.kernel import block_width, empty_rows, score_rule
 from tilewise.kernels.triton.launch import KernelLaunch, launch
 from tilewise.kernels.triton.views import in_steps, view_of
 from tilewise.masks.base import Mask
@@ -55,7 +55,7 @@ class TritonKernel(WholeRowsKernel):
     name = "triton"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Results:
-        out = _like(q, v.shape[-1]).zero_()
+        out = empty_rows(q, v.shape[-1]).zero_()
         lse = torch.full_like(out[..., 0], -torch.inf)
         largest = lse.clone() if scores.max_logit else lse
         for part, lists in self._parts(Side.Q, q, k, v, scores):
@@ -69,7 +69,7 @@ class TritonKernel(WholeRowsKernel):
 
     def query_gradients(self, operands: Operands, scores: Scores) -> Tensor:
         q, k, v, dout, lse, delta = operands
-        dq = _like(q).zero_()
+        dq = empty_rows(q).zero_()
         for part, lists in self._parts(Side.Q, q, k, v, scores):
             rows = *part.of_queries(q), *part.of_keys(k, v), *part.of_queries(dout, dq, lse, delta)
             part.run(_kernels()[1], rows, lists, scores.scale)
@@ -77,7 +77,7 @@ class TritonKernel(WholeRowsKernel):
 
     def key_gradients(self, operands: Operands, scores: Scores) -> tuple[Tensor, Tensor]:
         q, k, v, dout, lse, delta = operands
-        dk, dv = _like(k).zero_(), _like(v).zero_()
+        dk, dv = empty_rows(k).zero_(), empty_rows(v).zero_()
         for part, lists in self._parts(Side.KV, q, k, v, scores):
             rows = *part.of_queries(q), *part.of_keys(k, v), *part.of_queries(dout)
             rows = *rows, *part.of_keys(dk, dv), *part.of_queries(lse, delta)
@@ -132,17 +132,14 @@ class _Part(NamedTuple):
     ) -> None:
         scores, (lists, num_blocks, depth) = self.scores, placed
         assert scores.places is not None
-        first = scores.places.first_head + self.start * self.shared
+        first = scores.places.first_head + self.start * self.shared if scores.dropout_p else 0
         rule = score_rule(scores)._replace(q_positions=None, k_positions=None, first_head=first)
         scale = float(scores.softcap or scores.scale) * math.log2(math.e)
         heads = self.stop - self.start if self.own is Side.KV else tensors[0].shape[2]
         facts = kernel, (num_blocks, heads, tensors[0].shape[1]), self.sizes, self.shared
-        options = scores.softcap is not None, scores.dropout_p > 0
-        if not options[1]:
-            rule = rule._replace(first_head=0)
         numbers = lists, scale, *map(float, extra), rule, depth, self.shared
-        drops = (rule[2:5], rule[7]) if options[1] else None
-        launch(_computing, tensors, *facts, *options, drops, *more.items(), extra=numbers)
+        facts += scores.softcap is not None, (rule[2:5], first) if scores.dropout_p else None
+        launch(_computing, tensors, *facts, *more.items(), extra=numbers)
 
 
 def block_sizes(width: int, dtype: torch.dtype) -> BlockSizes:
@@ -160,15 +157,14 @@ def _computing(
     sizes: BlockSizes,
     shared: int,
     capped: bool,
-    drops: bool,
-    _: Any,
+    drops: Any,
     *more: tuple[str, bool],
 ) -> KernelLaunch:
     views, step = in_steps([view_of(x) for x in tensors])
     q, _, v, *_ = tensors
-    given = {"HEAD_DIM": q.shape[3], "WIDTH": _block_width(q), "V_DIM": v.shape[3]}
-    given |= {"V_WIDTH": _block_width(v), "STEP": step, "OWN": sizes.own, "WALKED": sizes.walked}
-    given |= {"CAPPED": capped, "DROPS": drops, "num_warps": WARPS, "num_stages": 1}
+    given = {"HEAD_DIM": q.shape[3], "WIDTH": block_width(q), "V_DIM": v.shape[3]}
+    given |= {"V_WIDTH": block_width(v), "STEP": step, "OWN": sizes.own, "WALKED": sizes.walked}
+    given |= {"CAPPED": capped, "DROPS": drops is not None, "num_warps": WARPS, "num_stages": 1}
     given |= {"enable_fp_fusion": False, **dict(more)}
     return KernelLaunch(kernel, grid, (), given, [x[1:] for x in views])
 
@@ -228,15 +224,6 @@ def _intervals(document: DocumentRows, depth: int, first: int) -> Array:
     ends = np.stack([document.low, document.high]) + first
     ends = np.pad(ends, ((0, 0), (0, depth - ends.shape[1]), (0, 0)))
     return document.in_own_blocks(ends).transpose(2, 1, 0, 3)
-
-
-def _block_width(x: Tensor) -> int:
-    return max(16, 1 << (x.shape[3] - 1).bit_length())
-
-
-def _like(x: Tensor, width: int | None = None) -> Tensor:
-    shape = x.shape if width is None else (*x.shape[:-1], width)
-    return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
 @lru_cache(maxsize=1)

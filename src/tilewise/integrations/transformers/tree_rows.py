@@ -18,9 +18,8 @@ import tilewise as tw
 SEGMENTS = ("tree_cu_seqlens_q", "tree_cu_seqlens_k", "tree_kv_index")
 """Arguments of a call, in the order of `tw.Tree.from_segments`."""
 OF_TREES = frozenset((*SEGMENTS, "tree_max_seqlen_q", "tree_max_seqlen_k"))
-CANNOT = (  # marks of layers that split calls run in another way than by their mask alone
-    *("_tilewise_states", "_tilewise_compressor", "_tilewise_blocks", "_tilewise_ngrams"),
-)
+CANNOT = ("_tilewise_states", "_tilewise_compressor", "_tilewise_blocks", "_tilewise_ngrams")
+"""Marks of layers that split calls run in another way than by their mask alone."""
 
 
 def tree_of_call(model: nn.Module, given: Mapping[str, Any], tokens: Tensor) -> tw.Tree | None:

@@ -98,8 +98,8 @@ class TritonSlices(ProvidedKernel):
     ) -> Accumulators:
         q, k, v = qkv
         out, lse, *largest = result = into or (
-            _empty(q, v.shape[-1]),
-            *(_empty(q[..., 0]) for _ in range(1 + scores.max_logit)),
+            empty_rows(q, v.shape[-1]),
+            *(empty_rows(q[..., 0]) for _ in range(1 + scores.max_logit)),
         )
         # the kernel takes the largest score before it scales: scale must be positive
         scale = scores.scale
@@ -116,7 +116,11 @@ class TritonSlices(ProvidedKernel):
         q, k, v, dout, lse, delta = operands
         tuning, add = self._tuning(q, v), into is not None
         at_once = None if self._is_deterministic() else tuning.at_once
-        grads = into or (_empty(q).zero_() if at_once else _empty(q), _empty(k), _empty(v))
+        grads = into or (
+            empty_rows(q).zero_() if at_once else empty_rows(q),
+            empty_rows(k),
+            empty_rows(v),
+        )
         _, by_rows, by_keys, _ = _kernels()
         statistics = _row_statistics(lse, delta)
         rows, (dq, dk, dv), padded = (q, k, v, dout), grads, statistics.shape[-1]
@@ -211,8 +215,8 @@ def _attending(
     views, step = in_steps([view_of(x) for x in tensors])
     rows, keys, warps, stages, registers = blocks
     q, _, v, *_ = tensors
-    given = {"HEAD_DIM": q.shape[3], "WIDTH": _block_width(q), **dict(options)}
-    given |= {"V_DIM": v.shape[3], "V_WIDTH": _block_width(v), "ROWS": rows, "KEYS": keys}
+    given = {"HEAD_DIM": q.shape[3], "WIDTH": block_width(q), **dict(options)}
+    given |= {"V_DIM": v.shape[3], "V_WIDTH": block_width(v), "ROWS": rows, "KEYS": keys}
     given |= {"ADD": add, "CAPPED": capped, "DROPS": drops is not None, "STEP": step}
     given |= {"num_warps": warps, "num_stages": stages}
     given |= {"maxnreg": registers} if registers else {}
@@ -231,7 +235,7 @@ def score_rule(scores: Scores) -> ScoreRule:
     return rule
 
 
-def _block_width(x: Tensor) -> int:
+def block_width(x: Tensor) -> int:
     """Columns of a block: a power of 2."""
     return max(16, 1 << (x.shape[3] - 1).bit_length())
 
@@ -294,7 +298,7 @@ def _interprets() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def _empty(like: Tensor, width: int | None = None) -> Tensor:
+def empty_rows(like: Tensor, width: int | None = None) -> Tensor:
     """Return an empty tensor of the shape of another, but for its width."""
     shape = like.shape if width is None else (*like.shape[:-1], width)
     return torch.empty(shape, dtype=torch.float32, device=like.device)

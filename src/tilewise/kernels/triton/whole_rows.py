@@ -43,6 +43,12 @@ def _numbers(view, batch, head, rows):
 
 
 @triton.jit
+def _loaded(view, batch, head, rows):
+    """The numbers of rows, 0 for row -1."""
+    return tl.load(_numbers(view, batch, head, rows), mask=rows >= 0, other=0.0)
+
+
+@triton.jit
 def _own(lists, block, OWN: tl.constexpr):
     """The rows of an own block, -1 behind the last one, and their positions."""
     at = block * OWN + tl.arange(0, OWN)
@@ -75,6 +81,20 @@ def _raised(products, scale, rule, CAPPED: tl.constexpr):
         cap = capped(products, rule)
         return cap * scale, 1.0 - cap * cap
     return products * scale, 1.0
+
+
+@triton.jit
+def _weights(
+    products, lse, lists, block, number, scale, rule, depth,
+    OWN: tl.constexpr, WALKED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """The weights of a block's pairs, 0 where rows do not meet, and the slope of the cap.
+
+    lse: in base 2, of the side of the queries, broadcast to [own, walked].
+    """
+    scores, slope = _raised(products, scale, rule, CAPPED)
+    allowed = _allowed(lists, block, number, depth, OWN, WALKED)
+    return tl.where(allowed, tl.exp2(scores - lse), 0.0), slope
 
 
 @triton.jit(do_not_specialize=["depth"])
@@ -132,17 +152,18 @@ def query_gradients(
     rows, positions = _own(lists, block, OWN)
     own = _rows(q, batch, head, rows, STEP, HEAD_DIM, WIDTH)
     grad = _rows(dout, batch, head, rows, STEP, V_DIM, V_WIDTH)
-    own_lse = tl.load(_numbers(lse, batch, head, rows), mask=rows >= 0, other=0.0) * LOG2E
-    own_delta = tl.load(_numbers(delta, batch, head, rows), mask=rows >= 0, other=0.0)
+    own_lse = _loaded(lse, batch, head, rows) * LOG2E
+    own_delta = _loaded(delta, batch, head, rows)
     acc = tl.zeros([OWN, WIDTH], tl.float32)
     for i in range(tl.load(lists.bounds + block), tl.load(lists.bounds + block + 1)):
         number = tl.load(lists.meets + i)
         others, places = _walked(lists, number, WALKED)
         keys = _rows(k, batch, head // group, others, STEP, HEAD_DIM, WIDTH)
         products = tl.dot(own, tl.trans(keys), input_precision="tf32x3")
-        scores, slope = _raised(products, scale, rule, CAPPED)
-        allowed = _allowed(lists, block, number, depth, OWN, WALKED)
-        p = tl.where(allowed, tl.exp2(scores - own_lse[:, None]), 0.0)
+        p, slope = _weights(
+            products, own_lse[:, None], lists, block, number, scale, rule, depth,
+            OWN, WALKED, CAPPED,
+        )  # fmt: skip
         values = _rows(v, batch, head // group, others, STEP, V_DIM, V_WIDTH)
         dp = tl.dot(grad, tl.trans(values), input_precision="tf32x3")
         if DROPS:
@@ -172,13 +193,13 @@ def key_gradients(
             others, places = _walked(lists, number, WALKED)
             queries = _rows(q, batch, head, others, STEP, HEAD_DIM, WIDTH)
             grads = _rows(dout, batch, head, others, STEP, V_DIM, V_WIDTH)
-            here = others >= 0
-            their_lse = tl.load(_numbers(lse, batch, head, others), mask=here, other=0.0) * LOG2E
-            their_delta = tl.load(_numbers(delta, batch, head, others), mask=here, other=0.0)
+            their_lse = _loaded(lse, batch, head, others) * LOG2E
+            their_delta = _loaded(delta, batch, head, others)
             products = tl.dot(keys, tl.trans(queries), input_precision="tf32x3")
-            scores, slope = _raised(products, scale, rule, CAPPED)
-            allowed = _allowed(lists, block, number, depth, OWN, WALKED)
-            p = tl.where(allowed, tl.exp2(scores - their_lse[None, :]), 0.0)
+            p, slope = _weights(
+                products, their_lse[None, :], lists, block, number, scale, rule, depth,
+                OWN, WALKED, CAPPED,
+            )  # fmt: skip
             dp = tl.dot(values, tl.trans(grads), input_precision="tf32x3")
             kept = p
             if DROPS:
