@@ -26,7 +26,7 @@ from tilewise.strategies.mesh_schedules.model import (
     Port,
     TileStep,
     rectangles,
-    seconds_of,
+    seconds_at,
     tile_steps_of,
     transfer_bytes,
 )
@@ -114,10 +114,11 @@ class Pacer:
 
     def tile_steps(self) -> list[TileStep]:
         blocks = self.shape[0] * self.shape[1]
-        while blocks or self.moves[0] or self.moves[1]:
-            if any(self._post(moves) for moves in self.moves):
+        receives, sends = self.moves
+        while blocks or receives or sends:
+            if self._post(receives) or self._post(sends):
                 continue
-            waits = self._saves() or any(self._rather_waits(moves) for moves in self.moves)
+            waits = self._saves() or self._rather_waits(receives) or self._rather_waits(sends)
             if self.ready and not waits:
                 self._compute()
                 blocks -= 1
@@ -351,7 +352,8 @@ def greedy_tile_steps(
     ratios = RATIOS if pace is None else (pace,)
     candidates = [*dict.fromkeys(_candidates(shape, costs, held, pace))]
     unit = transfer_bytes(shape, costs) / (shape[0] * shape[1])
-    times = np.array([[seconds_of(x, costs, ratio * unit) for ratio in ratios] for x in candidates])
+    blocks = [ratio * unit for ratio in ratios]
+    times = np.array([seconds_at(x, costs, blocks) for x in candidates])
     worst_ratios = (-np.sort(-times / times.min(0))).tolist()
     best = candidates[worst_ratios.index(min(worst_ratios))]
     return best if costs.kv_partial else tuple(with_kv_partials(best, *shape))

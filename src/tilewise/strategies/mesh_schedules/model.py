@@ -6,7 +6,7 @@ shards by local index only and takes microseconds a step, so that many orders ca
 plan is built.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -61,7 +61,11 @@ class Port:
 
     def seconds_left(self) -> float:
         """Seconds until the port is idle."""
-        return sum(seconds for queue in self.queues for _, seconds in queue)
+        total = 0.0
+        for queue in self.queues:
+            for _, seconds in queue:
+                total += seconds
+        return total
 
     def next_end(self) -> float:
         """Seconds until the next transfer is through."""
@@ -71,55 +75,86 @@ class Port:
         return (one or other)[0][1]
 
     def advance(self, seconds: float) -> None:
-        end = self.now + seconds
+        """Let time pass, and note what arrives."""
+        now, end = self.now, self.now + seconds
         one, other = self.queues
         while one or other:
-            step = self.next_end()
-            if self.now + step > end + 1e-9 * step:
-                break
-            self._pass(step)
-        if end > self.now:
-            self._pass(end - self.now)
-            self.now = end
-
-    def _pass(self, seconds: float) -> None:
-        one, other = self.queues
-        share = seconds / 2 if one and other else seconds
-        for queue in self.queues:
-            if queue:
-                move, seconds_left = queue[0]
-                seconds_left -= share
-                if seconds_left > 1e-9 * seconds:
-                    queue[0] = move, seconds_left
-                else:
-                    self.arrived.append(move)
-                    del queue[0]
-        self.now += seconds
+            # The most frequent lines of a search for plans: nothing here is a call of our own.
+            share = seconds = one[0][1] if one else other[0][1]
+            if one and other:
+                share = min(share, other[0][1])
+                seconds = 2 * share
+            if now + seconds > end + 1e-9 * seconds:
+                if now >= end:
+                    break
+                seconds = end - now
+                share = seconds / 2 if one and other else seconds
+            for queue in self.queues:
+                if queue:
+                    move, seconds_left = queue[0]
+                    seconds_left -= share
+                    if seconds_left > 1e-9 * seconds:
+                        queue[0] = move, seconds_left
+                    else:
+                        self.arrived.append(move)
+                        del queue[0]
+            now += seconds
+        self.now = max(now, end)
 
 
 def seconds_of(tile_steps: Iterable[TileStep], costs: ShardWeights, block: float) -> float:
     """Return the seconds that the steps take if a block takes so long."""
-    port, arrived = Port(), {(kind, 0) for kind in range(4)}
+    (seconds,) = seconds_at(tile_steps, costs, [block])
+    return seconds
 
-    def wait(move: Move) -> None:
-        while move not in arrived:
-            if not port.arrived:
-                port.advance(port.next_end())
-            arrived.update(port.arrived)
-            port.arrived.clear()
 
-    for tiles, *moves in tile_steps:
-        for kind, index in enumerate(moves):
-            if index:
-                wait((kind, index - 1))
-        for kind, index in enumerate(moves):
-            if index:
-                port.post((kind, index), costs[kind])
+def seconds_at(
+    tile_steps: Iterable[TileStep], costs: ShardWeights, blocks: Iterable[float]
+) -> list[float]:
+    """Return the seconds that the steps take for each of several times of a block."""
+    events = list(_events(tile_steps))
+    found: list[float] = []
+    for block in blocks:
+        port, arrived = Port(), set[Move]()
+        for awaited, posted, (rows, columns) in events:
+            for move in awaited:
+                while move not in arrived:
+                    if not port.arrived:
+                        port.advance(port.next_end())
+                    arrived.update(port.arrived)
+                    port.arrived.clear()
+            for move in posted:
+                port.post(move, costs[move[0]])
+            if rows:
+                port.advance(block * rows * columns)
+        found.append(port.now + port.seconds_left())
+    return found
+
+
+class _Event(NamedTuple):
+    """Moves that are waited for, each once in a program, then what begins: transfers or a tile."""
+
+    awaited: list[Move]
+    posted: list[Move]
+    shape: tuple[int, int] = (0, 0)
+
+
+def _events(tile_steps: Iterable[TileStep]) -> Iterator[_Event]:
+    """Yield what happens in a program, whatever the times."""
+    known = {(kind, 0) for kind in range(4)}
+
+    def new(*moves: Move) -> list[Move]:
+        found = [move for move in moves if move not in known]
+        known.update(found)
+        return found
+
+    for tiles, *indices in tile_steps:
+        posted = [move for move in enumerate(indices) if move[1]]
+        if posted:
+            yield _Event(new(*((kind, index - 1) for kind, index in posted)), posted)
         for rows, columns in tiles:
-            wait((0, rows[-1]))
-            wait((1, columns[-1]))
-            port.advance(block * len(rows) * len(columns))
-    return port.now + port.seconds_left()
+            awaited = new((0, rows[-1]), (1, columns[-1]))
+            yield _Event(awaited, [], (len(rows), len(columns)))
 
 
 def rectangles(blocks: Sequence[Block]) -> list[Rectangle]:
