@@ -49,16 +49,17 @@ class _Sizes(dict[str, int]):
 
 
 ITEM_BYTES = _Sizes({"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}).__getitem__
-_WHOLE_NUMBER_BYTES = MappingProxyType(
+_MOVED_BYTES = _Sizes(
     {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
+    | {name: ITEM_BYTES(name) for name in get_args(DtypeName)}
 )
-MOVED_DTYPES = (*_WHOLE_NUMBER_BYTES, *get_args(DtypeName))
+MOVED_DTYPES = tuple(_MOVED_BYTES)
 """Names of dtypes whose rows can travel."""
 
 
 def item_bytes(dtype: str) -> int:
     """Bytes of a number; also of whole ones: tokens, labels and the like, and integers of sums."""
-    return _WHOLE_NUMBER_BYTES.get(dtype) or ITEM_BYTES(dtype)
+    return _MOVED_BYTES[dtype]
 
 
 MOST_RANKS = 1 << 17

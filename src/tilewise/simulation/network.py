@@ -67,9 +67,10 @@ class Network:
 
     def link(self, src: int, dst: int) -> str:
         """The class of the link between two ranks."""
-        if self.machine.same_node(src, dst):
+        size = self.machine.node_size
+        if src // size == dst // size:
             return INSIDE
-        rack = self.machine.node_size * (self.machine.rack_nodes or 0)
+        rack = size * (self.machine.rack_nodes or 0)
         return ACROSS if rack and src // rack != dst // rack else BETWEEN
 
     def latency(self, link: str) -> float:

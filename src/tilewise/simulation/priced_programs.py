@@ -97,16 +97,9 @@ class _Writer:
     def priced(self, draft: Draft) -> list[_Operation]:
         """The operations of a draft with their prices."""
         found: list[_Operation] = []
-        sizes: dict[View, int] = {}
-
-        def num_bytes(view: View) -> int:
-            size = sizes.get(view)
-            if size is None:
-                size = sizes[view] = draft.num_bytes(view)
-            return size
-
+        num_bytes = draft.num_bytes
         for op in draft.ops:
-            kernel, memory, posting, traffic = self._prices.price(op, draft, num_bytes)
+            kernel, memory, posting, traffic = self._prices.price(op, draft)
             kind, lane = type(op).__name__, "copy"
             if isinstance(op, Wait):
                 lane = "wait"

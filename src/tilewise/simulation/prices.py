@@ -6,7 +6,6 @@ operation on memory the bytes that it reads and writes over the memory's bandwid
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -93,19 +92,17 @@ class PassPrices:
             self._known[key] = seconds
         return seconds
 
-    def price(self, op: DraftOp, draft: Draft, num_bytes: Callable[[View], int]) -> OpPrice:
+    def price(self, op: DraftOp, draft: Draft) -> OpPrice:
         """The price of an operation of a draft.
 
         A rank's own time around a pass is the machine's call_seconds: see Machine.
-
-        Args:
-            num_bytes: draft.num_bytes, or what remembers it.
         """
+        num_bytes = draft.num_bytes
         match op:
             case Wait():
                 return _FREE
             case Attend():
-                return self._attend(op, draft, num_bytes)
+                return self._attend(op, draft)
             case Post():
                 messages = len(op.sends) + len(op.recvs)
                 return OpPrice(posting=self.machine.message_seconds * messages)
@@ -126,14 +123,14 @@ class PassPrices:
                 seconds = copy_seconds(self.machine, traffic)
         return OpPrice(0.0, seconds, 0.0, traffic)
 
-    def _attend(self, op: Attend[View], draft: Draft, num_bytes: Callable[[View], int]) -> OpPrice:
+    def _attend(self, op: Attend[View], draft: Draft) -> OpPrice:
         """A kernel call; and what it adds in place, or converts to the dtype of partials."""
         call = op.call
         area = call.area * self._allowed_share
         area += 0 if call.kind is Kind.FULL else int(self.kernel.edge_keys * call.num_q)
         heads = draft.num_heads(op.operands[0])
         kernel = self.kernel_seconds(call.num_q, area, heads) if area else 0.0
-        traffic = traffic_bytes(op, num_bytes)
+        traffic = traffic_bytes(op, draft.num_bytes)
         moved = traffic - sum(op.made_bytes)
         memory = len(op.added) * self.machine.merge_seconds + merge_seconds(self.machine, moved)
         return OpPrice(kernel, memory, 0.0, traffic)
