@@ -11,6 +11,8 @@ from support.described import MACHINES, workload
 
 import tilewise as tw
 from tilewise.plan.ir import Plan, RankStep, find_symmetry
+from tilewise.plan.shifts import Symmetry
+from tilewise.simulation import simulator
 from tilewise.simulation.halves import Halves
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import MOST_MESSAGES, num_messages, simulate, simulate_pass
@@ -112,6 +114,29 @@ def test_so_many_messages_are_replayed_that_it_takes_seconds_and_no_more():
     assert exact.symmetries[0].members == 1 < rough.symmetries[0].members
     found = simulate(many, workload(384, 2, mask=CAUSAL), MACHINES["nodes"])
     assert found.symmetries[0].members > 1
+
+
+TEAMS = {
+    "mesh": tw.ulysses(8, inner=tw.mesh(16, q_tile=4)),
+    "ring": tw.ulysses(4, inner=tw.ring(24)),
+    "across nodes": tw.ulysses(16, inner=tw.ring(8)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(TEAMS))
+def test_one_rank_of_a_team_stands_for_all_of_them(name: str, monkeypatch: pytest.MonkeyPatch):
+    plan, machine = TEAMS[name], tw.Machine.preset("h100x8")
+    work = tw.Workload(32 * plan.world_size, 16, 16, 64, mask=CAUSAL)
+    few, symmetry = simulate_pass(plan, work, machine, backward=True)
+    assert symmetry.members == plan.num_head_groups
+    monkeypatch.setattr(simulator, "_among_models", lambda symmetry, _: Symmetry(plan.world_size))
+    every, _ = simulate_pass(plan, work, machine, backward=True)
+    assert few.seconds == pytest.approx(every.seconds, rel=1e-12)
+    stands_for = {use.rank: use for use in few.ranks}
+    for use in every.ranks:
+        mine = stands_for[symmetry.representative(use.rank)]
+        assert mine.bytes_by_link == use.bytes_by_link
+        assert mine.exposed_seconds == pytest.approx(use.exposed_seconds, abs=1e-9 * few.seconds)
 
 
 def test_a_plan_with_needless_transfers_is_pruned_rank_by_rank():

@@ -29,7 +29,7 @@ from tilewise.plan.row_ranges import count
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel, Reach
 from tilewise.simulation.prices import PassPrices, copy_seconds, merge_seconds
-from tilewise.simulation.simulator import MOST_APART
+from tilewise.simulation.simulator import MOST_APART, lower_queries
 from tilewise.tiles.call_rows import LIBRARY_STYLE, TileCalls
 from tilewise.tiles.calls import Kind
 
@@ -207,7 +207,7 @@ def steps_bound(model: PassModel, option: Option) -> StepsBound:
         table = TileCalls(resolved.layouts, resolved.mask, resolved.groups, LIBRARY_STYLE)
     tiles = _TileBounds(PassPrices(resolved, model.machine), table, cells, bool(model.alike))
     walk = _StepWalk(model, degree, tiles, reach)
-    teams = _some_teams(model, degree, inner.world_size)
+    teams = _some_teams(model, degree, inner)
     steps_of_teams = [_rank_steps(inner, team) for team in teams]
     slowest = max(map(walk.seconds, teams, steps_of_teams))
     transfers = sum(len(x.sends) + len(x.recvs) for steps in steps_of_teams for x in steps)
@@ -220,19 +220,24 @@ def _rank_steps(plan: Plan, rank: int) -> tuple[RankStep, ...]:
     return plan.rank_steps(rank)
 
 
-def _some_teams(model: PassModel, degree: int, num_teams: int) -> list[int]:
-    """All teams of a node where nodes are alike; else of some nodes, evenly spaced."""
-    size = model.machine.node_size
+def _some_teams(model: PassModel, degree: int, inner: Plan) -> list[int]:
+    """All teams of a node where nodes are alike; else of some nodes, evenly spaced.
+
+    Under a causal mask the first and the last team compute equal pairs in calls of other shapes, of
+    which the node of the slower one is taken.
+    """
+    num_teams, size = inner.world_size, model.machine.node_size
     shares_nics = model.world_size > size and model.machine.nic_sharers > 1
     teams_per_block = max(1, size // degree) if shares_nics else 1
     nodes_are_full = num_teams % teams_per_block == 0 and model.world_size % size == 0
-    all_alike = nodes_are_full and model.alike is not None
-    num_blocks = 1 if all_alike else max(2, SAMPLED_RANKS // teams_per_block)
-    starts = (
-        np.linspace(0, num_teams - teams_per_block, num_blocks).astype(int)
-        // teams_per_block
-        * teams_per_block
-    )
+    last_start = num_teams - teams_per_block
+    if nodes_are_full and model.alike is not None:
+        first, last = (lower_queries(_rank_steps(inner, team)) for team in (0, num_teams - 1))
+        starts = np.array([last_start if model.alike and last > first else 0])
+    else:
+        num_blocks = max(2, SAMPLED_RANKS // teams_per_block)
+        starts = np.linspace(0, last_start, num_blocks).astype(int)
+    starts = starts // teams_per_block * teams_per_block
     return [
         *dict.fromkeys(
             int(x) + i for x in starts for i in range(teams_per_block) if x + i < num_teams

@@ -8,10 +8,12 @@ packing take time, and transfers slow kernels down, only where the machine says 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+import numpy as np
 
 from tilewise.arguments import checks_arguments
 from tilewise.compiler.codegen import joined_draft
@@ -20,8 +22,8 @@ from tilewise.compiler.facts import CallTraits, device_traits
 from tilewise.compiler.pruning import all_alike
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.plan.builder import gc_paused
-from tilewise.plan.ir import Plan, find_symmetry
-from tilewise.plan.shifts import Symmetry, absolute, relabelled
+from tilewise.plan.ir import Plan, RankStep, find_symmetry
+from tilewise.plan.shifts import Symmetry, absolute, relabelled, relative
 from tilewise.simulation.disturbance import disturbed
 from tilewise.simulation.engine import Deadlock, EventLoop, PricedProgram
 from tilewise.simulation.halves import EXACT_RANKS, halves_of
@@ -344,18 +346,31 @@ def _simulated(
         shifts = symmetry.plan_shifts or find_symmetry(plan).plan_shifts
         if alike and shifts and prune:
             halves = halves_of(plan, shifts, layouts[0].size(0))
+            if halves.complete and n <= EXACT_RANKS:
+                return every_rank, halves.pruned(plan), _own(every_rank)
             if halves.complete:
-                models = _own(every_rank)
-                if n > EXACT_RANKS:
-                    models = {
-                        rank: Model(model, relabelled(model, rank, shifts))
-                        for rank, model in sorted(halves.models(plan).items())
-                    }
-                return every_rank, halves.pruned(plan), models
+                model_ranks = halves.models(plan)
+                symmetry = _among_models(symmetry, model_ranks)
+                models = {
+                    rank: Model(model_ranks[rank], relabelled(model_ranks[rank], rank, shifts))
+                    for rank in symmetry.representatives()
+                }
+                return symmetry, halves.pruned(plan), models
         if n > EXACT_RANKS and several:
             return symmetry, plan, in_place_of_all
     _check_affordable(plan, machine, exact)
     return every_rank, resolved.pruned if prune else plan, _own(every_rank)
+
+
+def _among_models(symmetry: Symmetry, model_ranks: Mapping[int, int]) -> Symmetry:
+    """Return the symmetry of the shifts whose ranks all have one model.
+
+    Under a causal mask these are the ranks of a team that splits heads: they send the same rows.
+    """
+    ranks = np.arange(symmetry.world_size)
+    models = np.array([model_ranks[rank] for rank in ranks.tolist()])
+    kept = (x for x in symmetry.shifts if (models[relative(ranks, ranks, (x,))] == models).all())
+    return symmetry._replace(shifts=tuple(kept))
 
 
 def _own(symmetry: Symmetry) -> dict[int, Model]:
@@ -388,14 +403,15 @@ def _busiest(symmetry: Symmetry, plan: Plan) -> dict[int, Model]:
     busiest: dict[int, int] = {}
     for template in {symmetry.template(rank) for rank in symmetry.representatives()}:
         last = absolute(template, template + shift_all, shifts)
-        busiest[template] = max((template, last), key=lambda rank: _lower_queries(plan, rank))
+        pair = template, last
+        busiest[template] = max(pair, key=lambda rank: lower_queries(plan.rank_steps(rank)))
     models = {rank: busiest[symmetry.template(rank)] for rank in symmetry.representatives()}
     return {rank: Model(x, relabelled(x, rank, shifts)) for rank, x in models.items()}
 
 
-def _lower_queries(plan: Plan, rank: int) -> int:
+def lower_queries(steps: Iterable[RankStep]) -> int:
     """Count a rank's shard pairs whose query shard has a lower number than the KV shard."""
-    tiles = (tile for step in plan.rank_steps(rank) for tile in step.tiles)
+    tiles = (tile for step in steps for tile in step.tiles)
     return sum(q < kv for tile in tiles for q in tile.q for kv in tile.kv)
 
 
