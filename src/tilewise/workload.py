@@ -192,12 +192,12 @@ class Workload:
 
         Of the tokens that every rank of a joint layout holds, one rank computes each.
         """
-        layout = self.layout_for(plan.world_size)
-        if plan.replicated_queries or not len(layout.replicated):
+        moves = share_moves(plan, self.layout_for(plan.world_size))
+        if moves is None:
             nothing = (0,) * plan.world_size
             return Volume(nothing, nothing)
         row_bytes = self.num_heads * self.widths[1] * ITEM_BYTES(self.dtype)
-        return Volume(*share_moves(layout).volume(row_bytes))
+        return Volume(*moves.volume(row_bytes))
 
     def call_shape(self, world_size: int) -> CallShape:
         """The call on a number of ranks."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.arguments import Reduction, dtype_name, of_kind
+from tilewise.arguments import Reduction, dtype_name, of_kind, whole_numbers
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.resolved import CallShape, resolve_passes
 from tilewise.execution.call import Call, KeptForCalls, ResolvedCall
@@ -28,7 +28,7 @@ from tilewise.execution.validation import (
     check_token_dimension,
     checked_scores,
     named_operands,
-    query_positions,
+    query_layout,
 )
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_for, serving_kernel, use_of
@@ -40,9 +40,7 @@ from tilewise.transport.agreement import PASS
 from tilewise.wires.latent import Latent
 from tilewise.wires.wire import Plain, Wires, latent_of, plain_wires, wires_of
 
-UNKEYED = frozenset(
-    ("plan", "backward_plan", "q_positions", "dropout_seed", "group", "validate", "resolved")
-)
+UNKEYED = frozenset(("plan", "backward_plan", "dropout_seed", "group", "validate", "resolved"))
 """Fields of a call that are not compared as they are to find it again: its checks do not depend
 on them, or look at them in every call. The plan has the cache."""
 AGREED = tuple(option.name for option in fields(Call) if option.metadata.get("agreed"))
@@ -68,8 +66,10 @@ def resolve_once(
         kept = KeptForCalls(RecentValues(4), {})
         return problem.without_plans(plans)._replace(kept=kept)
 
-    # Wires look at values.
-    if not isinstance(own, Plan) or call.q_positions is not None or call.wire is not None:
+    if call.q_positions is not None:  # as any caller may write them; a key takes numbers
+        positions = whole_numbers("q_positions", call.q_positions).tolist()
+        call = replace(call, q_positions=tuple(positions))
+    if not isinstance(own, Plan) or call.wire is not None:  # wires look at values
         return resolve(q, k, v, call, rank, world_size)
     options, operands = _options(call), (q, k) if v is None else (q, k, v)
     try:
@@ -122,7 +122,7 @@ def resolve(
         wires = wires.of_width(int(k.shape[-1]))
     shape = CallShape(
         mask=call.mask,
-        layout=call.layout,
+        layout=query_layout(call, num_queries, kv_layout.num_tokens),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -130,7 +130,6 @@ def resolve(
         wires=wires,
         save=call.save,
         kv_layout=kv_layout,
-        q_positions=query_positions(call, num_queries, kv_layout.num_tokens),
         v_head_dim=v_head_dim,
         max_logit=call.return_max_logit,
     )

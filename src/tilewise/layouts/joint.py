@@ -58,6 +58,11 @@ def joint(layout: Layout | int, replicated: Any) -> Layout:
     return Layout(num_tokens, runs, "joint")
 
 
+def on_every_rank(positions: Any, num_tokens: int, world_size: int, name: str) -> Layout:
+    """The layout of rows that every rank holds, in the order given; no rank holds other tokens."""
+    return Layout(num_tokens, [runs_of_positions(np.asarray(positions, np.int64))] * world_size, name)
+
+
 def _with_replicated(rows: np.ndarray, shared: np.ndarray) -> np.ndarray:
     """Insert each shared position before the first row that follows it in the sequence."""
     highest = np.maximum.accumulate(rows) if len(rows) else rows
