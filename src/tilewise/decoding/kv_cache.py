@@ -26,7 +26,7 @@ from tilewise.plan.kept import RecentValues
 from tilewise.strategies.tree import tree
 from tilewise.transport.agreement import agree
 from tilewise.transport.resolve import Group, transport_for
-from tilewise.wires.wire import plain_wires
+from tilewise.wires.wire import wires_of
 
 Settled = TypeVar("Settled")
 Fields = dict[str, Any]
@@ -346,7 +346,7 @@ class KVCache:
                 shape.num_kv_heads,
                 shape.head_dim,
                 dtype_name(shape.dtype),
-                plain_wires(self.wire_dtype, dtype_name(shape.dtype)),
+                wires_of(None, self.wire_dtype).resolved(dtype_name(shape.dtype)),
                 kv_layout=keys,
                 v_head_dim=shape.v_head_dim,
             )

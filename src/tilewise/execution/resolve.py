@@ -38,7 +38,7 @@ from tilewise.plan.kept import RecentValues, kept_with_plan
 from tilewise.plan.payload import head_groups
 from tilewise.transport.agreement import PASS
 from tilewise.wires.latent import Latent
-from tilewise.wires.wire import Plain, Wires, latent_of, plain_wires, wires_of
+from tilewise.wires.wire import Plain, latent_of, wires_of
 
 UNKEYED = frozenset(("plan", "backward_plan", "dropout_seed", "group", "validate", "resolved"))
 """Fields of a call that are not compared as they are to find it again: its checks do not depend
@@ -115,7 +115,7 @@ def resolve(
     num_queries, num_heads, head_dim = map(int, q.shape[-3:])
     kv_layout, dtype = call.kv_layout or call.layout, dtype_name(q.dtype)
     num_kv_heads, v_head_dim = int(k.shape[-2]), int(k.shape[-1] if v is None else v.shape[-1])
-    wires = resolved_wires(call, dtype)
+    wires = wires_of(call.wire, call.wire_dtype).resolved(dtype)
     head_groups(num_heads, num_kv_heads, 1)
     if latent is not None:
         num_kv_heads, v_head_dim = latent.num_kv_heads, latent.v_head_dim
@@ -183,14 +183,6 @@ def probed(latent: Latent, x: Tensor, call: Call, places: np.ndarray) -> Expansi
     alone = call.validate != "never" and x.device.type == "cpu"
     expansion.probe(rows, positions.to(x.device), alone=alone)
     return expansion
-
-
-def resolved_wires(call: Call, dtype: str) -> Wires:
-    """Return the wires that wire and wire_dtype of a call mean for tensors of a dtype."""
-    if call.wire is None:
-        name = None if call.wire_dtype is None else dtype_name(call.wire_dtype)
-        return plain_wires(name, dtype)
-    return wires_of(call.wire, call.wire_dtype).resolved(dtype)
 
 
 def _kernel(call: Call, q: Tensor, head_dim: int, needs: tuple[str, ...], square: bool) -> Kernel:

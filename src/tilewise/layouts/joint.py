@@ -60,7 +60,9 @@ def joint(layout: Layout | int, replicated: Any) -> Layout:
 
 def on_every_rank(positions: Any, num_tokens: int, world_size: int, name: str) -> Layout:
     """The layout of rows that every rank holds, in the order given; no rank holds other tokens."""
-    return Layout(num_tokens, [runs_of_positions(np.asarray(positions, np.int64))] * world_size, name)
+    return Layout(
+        num_tokens, [runs_of_positions(np.asarray(positions, np.int64))] * world_size, name
+    )
 
 
 def _with_replicated(rows: np.ndarray, shared: np.ndarray) -> np.ndarray:
