@@ -373,7 +373,7 @@ def _problem_entries(problem: ResolvedCall, rank: int, batch: int) -> dict[str, 
 def _workload(problem: ResolvedCall) -> Workload:
     """The workload of a call, all heads."""
     (plan, mask, layouts, groups, payload, _), backward = problem.passes
-    if plan.replicated_queries or layouts[0] != layouts[1]:
+    if layouts[0] != layouts[1]:
         raise ValueError(f"queries of {plan.name} have a layout of their own, which no file says")
     if isinstance(plan, RankPlan) or isinstance(backward.plan, RankPlan):
         raise ValueError(f"{plan.name} is one rank's share of a plan")

@@ -48,9 +48,8 @@ def shard_layouts(
     """
     in_place = plan.replicated_queries
     if kv_layout is None:
-        last, kv_layout = [layout.num_tokens - 1], layout
-        if in_place:
-            layout = on_every_rank(last, layout.num_tokens, layout.world_size, "queries")
+        kv_layout = layout
+        layout = on_every_rank([layout.num_tokens - 1], layout) if in_place else layout
     layout, kv_layout = layout if in_place else layout.owned, kv_layout.owned
     for what, given in (("layout", layout), ("kv_layout", kv_layout)):
         if given.world_size != plan.world_size:

@@ -341,7 +341,7 @@ class KVCache:
             keys = contiguous(max(shape.num_tokens, num_queries), shape.world_size)
             call = CallShape(
                 Full(),
-                on_every_rank(range(num_queries), keys.num_tokens, keys.world_size, "queries"),
+                on_every_rank(range(num_queries), keys),
                 num_heads,
                 shape.num_kv_heads,
                 shape.head_dim,

@@ -122,7 +122,7 @@ def resolve(
         wires = wires.of_width(int(k.shape[-1]))
     shape = CallShape(
         mask=call.mask,
-        layout=query_layout(call, num_queries, kv_layout.num_tokens),
+        layout=query_layout(call, num_queries),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

@@ -163,9 +163,9 @@ def check_ranks(call: Call, rank: int, world_size: int) -> None:
             )
 
 
-def query_layout(call: Call, num_queries: int, num_keys: int) -> Layout:
+def query_layout(call: Call, num_queries: int) -> Layout:
     """Return the layout of the queries: replicated ones stand at q_positions on every rank."""
-    given = call.q_positions
+    given, keys = call.q_positions, call.kv_layout or call.layout
     if not call.plan.replicated_queries:
         if given is not None:
             raise ValueError(
@@ -173,6 +173,7 @@ def query_layout(call: Call, num_queries: int, num_keys: int) -> Layout:
                 f"{call.plan.name}; use layout instead"
             )
         return call.layout
+    num_keys = keys.num_tokens
     positions = range(num_keys - num_queries, num_keys) if given is None else given
     if len(positions) != num_queries:
         raise ValueError(
@@ -182,7 +183,7 @@ def query_layout(call: Call, num_queries: int, num_keys: int) -> Layout:
         raise ValueError(
             f"q_positions {min(positions)}..{max(positions)} must lie in 0..{num_keys - 1}"
         )
-    return on_every_rank(positions, num_keys, call.plan.world_size, "queries")
+    return on_every_rank(positions, keys)
 
 
 def _rows_of_rank(plan: Plan, side: Side, layout: Layout, rank: int) -> int:

@@ -58,11 +58,12 @@ def joint(layout: Layout | int, replicated: Any) -> Layout:
     return Layout(num_tokens, runs, "joint")
 
 
-def on_every_rank(positions: Any, num_tokens: int, world_size: int, name: str) -> Layout:
-    """The layout of rows that every rank holds, in the order given; no rank holds other tokens."""
-    return Layout(
-        num_tokens, [runs_of_positions(np.asarray(positions, np.int64))] * world_size, name
-    )
+def on_every_rank(positions: Any, layout: Layout) -> Layout:
+    """The layout of these rows of a layout's sequence, in this order, on each of its ranks: of
+    queries that all ranks hold. No rank holds another row.
+    """
+    runs = runs_of_positions(np.asarray(positions, np.int64))
+    return Layout(layout.num_tokens, [runs] * layout.world_size, "queries")
 
 
 def _with_replicated(rows: np.ndarray, shared: np.ndarray) -> np.ndarray:
