@@ -69,7 +69,8 @@ def resolve_once(
     if call.q_positions is not None:  # as any caller may write them; a key takes numbers
         positions = whole_numbers("q_positions", call.q_positions).tolist()
         call = replace(call, q_positions=tuple(positions))
-    if not isinstance(own, Plan) or call.wire is not None:  # wires look at values
+    # Wires look at values, but for one that is what wire_dtype is.
+    if not isinstance(own, Plan) or not isinstance(call.wire, Plain | None):
         return resolve(q, k, v, call, rank, world_size)
     options, operands = _options(call), (q, k) if v is None else (q, k, v)
     try:
