@@ -224,6 +224,21 @@ def test_what_a_file_cannot_hold_is_said_in_its_rows(tmp_path: Path):
     assert "canonical" in case["unwritten"] and "workload" not in case
 
 
+@pytest.mark.parametrize("plan", [tw.ring(2), tw.tree(2)], ids=repr)
+def test_queries_of_another_layout_than_the_keys_are_in_no_file(plan: tw.Plan, tmp_path: Path):
+    keys = tw.contiguous(10, 2)
+
+    def crosswise(rank: int, group: LoopbackGroup) -> None:
+        cp = tw.ContextParallel(group, num_tokens=8)
+        q, k = torch.randn(4, HEADS, HEAD_DIM), torch.randn(5, HEADS, HEAD_DIM)
+        with tw.record(cp, 1, tmp_path):
+            cp.attention(q, k, k, plan=plan, mask=tw.Full(), kv_layout=keys)
+
+    tw.loopback(2, crosswise)
+    (case,) = of_kind(rows_of(tmp_path, 0), "case")
+    assert "have a layout of their own" in case["unwritten"] and "workload" not in case
+
+
 def test_events_are_read_against_the_hosts_clock(monkeypatch: pytest.MonkeyPatch):
     class Event:
         def __init__(self, milliseconds: float):

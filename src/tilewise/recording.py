@@ -373,8 +373,8 @@ def _problem_entries(problem: ResolvedCall, rank: int, batch: int) -> dict[str, 
 def _workload(problem: ResolvedCall) -> Workload:
     """The workload of a call, all heads."""
     (plan, mask, layouts, groups, payload, _), backward = problem.passes
-    if plan.replicated_queries:
-        raise ValueError(f"{plan.name} has the same queries on every rank, which no file says")
+    if layouts[0] != layouts[1]:
+        raise ValueError(f"queries of {plan.name} have a layout of their own, which no file says")
     if isinstance(plan, RankPlan) or isinstance(backward.plan, RankPlan):
         raise ValueError(f"{plan.name} is one rank's share of a plan")
     if payload.whole_rows:

@@ -34,7 +34,7 @@ from tilewise.plan.ir import Item, Plan, find_symmetry
 from tilewise.plan.payload import head_groups
 from tilewise.plan.shifts import Symmetry, absolute
 from tilewise.tiles.call_rows import KERNEL_STYLES, LIBRARY_STYLE
-from tilewise.wires.wire import AnyWire, Wires, plain_wires, wires_of
+from tilewise.wires.wire import AnyWire, Wires, wires_of
 
 MOST_NUMBERS = 1 << 48
 """Of one tensor: bytes of all ranks together are counted in 64 bits."""
@@ -111,8 +111,6 @@ class Workload:
         plain = wires.only_wire_dtype
         object.__setattr__(self, "wire_dtype", wires.wire_dtype if plain else None)
         object.__setattr__(self, "wire", None if plain else wires.sizes)
-        if plain:
-            plain_wires(self.wire_dtype, self.dtype)  # made here, so that it is at hand later
         sizes = {"num_tokens": self.num_tokens, "num_heads": self.num_heads}
         for what, width in (("head_dim", self.head_dim), ("v_head_dim", self.widths[1])):
             numbers = {**sizes, what: width}
@@ -150,9 +148,7 @@ class Workload:
     @cached_property
     def wires(self) -> Wires:
         """Wires that encode what travels."""
-        if self.wire is None:
-            return plain_wires(self.wire_dtype, self.dtype)
-        return wires_of(self.wire).resolved(self.dtype)
+        return wires_of(self.wire, self.wire_dtype).resolved(self.dtype)
 
     @property
     def strategies(self) -> tuple[str, ...] | None:
@@ -192,12 +188,12 @@ class Workload:
 
         Of the tokens that every rank of a joint layout holds, one rank computes each.
         """
-        layout = self.layout_for(plan.world_size)
-        if plan.replicated_queries or not len(layout.replicated):
+        moves = share_moves(plan, self.layout_for(plan.world_size))
+        if moves is None:
             nothing = (0,) * plan.world_size
             return Volume(nothing, nothing)
         row_bytes = self.num_heads * self.widths[1] * ITEM_BYTES(self.dtype)
-        return Volume(*share_moves(layout).volume(row_bytes))
+        return Volume(*moves.volume(row_bytes))
 
     def call_shape(self, world_size: int) -> CallShape:
         """The call on a number of ranks."""

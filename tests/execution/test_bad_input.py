@@ -59,7 +59,7 @@ WRONG = {
     "backward plan world size": Wrong({"backward_plan": tw.ring(2)}, "for 2 ranks, but the group"),
     "backward plan owners": Wrong({"backward_plan": ELSEWHERE}, "own shards differently"),
     "backward plan kind": Wrong(
-        {"backward_plan": tw.tree(N)}, r"tree\(3\) has all queries on every"
+        {"backward_plan": tw.tree(N)}, r"tree\(3\) and ring.* has all queries on every rank only if"
     ),
     "layout world size": Wrong({"layout": tw.zigzag(12, 4)}, "layout is for 4 ranks, but ring.* 3"),
     "kv_layout world size": Wrong({"kv_layout": tw.zigzag(12, 2)}, "kv_layout is for 2 ranks"),

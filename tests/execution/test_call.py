@@ -15,6 +15,7 @@ from tilewise import context_parallel, functional
 from tilewise.execution import agree, operator
 from tilewise.execution.call import Call
 from tilewise.execution.resolve import agreement_fields, resolve, resolve_once
+from tilewise.wires.wire import Plain
 
 DERIVED = {"autocast", "needs_grad", "resolved"}
 """Fields of a call that are no options."""
@@ -125,6 +126,17 @@ def test_calls_that_differ_in_values_alone_are_resolved_once():
     assert first.kept is again.kept is not None
     other = resolve_once(*operands[0], replace(call, softcap=3.0), 0, 1)
     assert other.kept is not first.kept and other.scores.softcap == 3.0
+
+
+def test_a_lone_plain_wire_is_wire_dtype():
+    """Resolved once as that is, and refused as that is."""
+    call, operands = Call(**together(), wire=Plain("float32")), (qkv(), qkv())
+    first, again = (resolve_once(*x, call, 0, 1) for x in operands)
+    short = resolve_once(*operands[0], replace(call, wire=None, wire_dtype=torch.float32), 0, 1)
+    assert first.kept is again.kept is not None
+    assert short.passes[0].payload.wires == first.passes[0].payload.wires
+    with pytest.raises(ValueError, match="is short for"):
+        resolve_once(*operands[0], replace(call, wire_dtype=torch.float32), 0, 1)
 
 
 def test_a_number_is_no_flag_even_where_it_equals_a_known_one():

@@ -138,12 +138,16 @@ def test_cross_attention_reads_a_context_of_any_length(seed: int) -> None:
     assert_close(split(x, plan, layout, context, mask=mask), want)
 
 
-def test_replicated_queries_read_a_joint_context() -> None:
-    layout = tw.joint(tw.contiguous(14, 3), [0, 7, 15])
-    x = draw((2, 4, 8), (17, 2, 8), 0)
+@pytest.mark.parametrize("positions", [[15, 16], [3, 0], range(17)])
+@pytest.mark.parametrize("others", [14, 0])
+def test_replicated_queries_read_a_joint_context(positions: Any, others: int) -> None:
+    """They are computed on every rank; replicated keys count once, also where all are."""
+    layout = tw.joint(tw.contiguous(14, 3), [0, 7, 15]) if others else tw.joint(3, range(17))
+    x = draw((len(positions), 4, 8), (17, 2, 8), 0)
     mask = tw.Causal()
-    found = split(x, tw.tree(3), layout, mask=mask, q_positions=[15, 16])
-    assert_close(found, dense(x, mask, torch.tensor([15, 16])))
+    plan = tw.from_json(tw.to_json(tw.tree(3)))
+    found = split(x, plan, layout, mask=mask, q_positions=positions)
+    assert_close(found, dense(x, mask, torch.tensor([*positions])))
 
 
 def test_a_context_on_every_rank_is_read_without_a_message() -> None:

@@ -6,12 +6,13 @@ that would only pass a value on is passed by.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
 
 from tilewise.arguments import checks_arguments
 from tilewise.layouts.cells import Cell, cells
+from tilewise.layouts.joint import on_every_rank
 from tilewise.layouts.layout import Layout, zigzag
 from tilewise.masks.base import Causal, Mask
 from tilewise.plan.builder import operand, partial
@@ -32,43 +33,43 @@ from tilewise.plan.row_ranges import ALL, count_rows, union, whole_or
 
 
 def shard_layouts(
-    plan: Plan,
-    layout: Layout,
-    kv_layout: Layout | None = None,
-    q_positions: Sequence[int] | None = None,
+    plan: Plan, layout: Layout, kv_layout: Layout | None = None
 ) -> tuple[Layout, Layout]:
     """The query and the KV shards' tokens.
 
+    Tokens that every rank holds are those of the rank that owns them, but for queries of a plan
+    that computes them on every rank.
+
     Args:
-        layout: of all tensors; of k and v alone for plans whose queries are replicated.
-        kv_layout: of k and v if it differs from the queries'.
-        q_positions: the replicated queries' global positions; default the last token.
+        layout: of the queries, and without kv_layout of k and v.
+        kv_layout: None: layout, of whose tokens replicated queries are the last.
     Raises:
         ValueError: if the layout's ranks are not the plan's.
     """
-    layout, kv_layout = layout.owned, (layout if kv_layout is None else kv_layout).owned
+    in_place = plan.replicated_queries
+    if kv_layout is None:
+        kv_layout = layout
+        layout = on_every_rank([layout.num_tokens - 1], layout) if in_place else layout
+    layout, kv_layout = layout if in_place else layout.owned, kv_layout.owned
     for what, given in (("layout", layout), ("kv_layout", kv_layout)):
         if given.world_size != plan.world_size:
             raise ValueError(
                 f"{what} is for {given.world_size} ranks, but {plan.name} for {plan.world_size}; "
                 "make both for the same number"
             )
-    if plan.replicated_queries:
-        last = [kv_layout.num_tokens - 1] if q_positions is None else q_positions
-        layout = Layout.from_positions([last], kv_layout.num_tokens, "queries")
     if plan.cuts is None:
-        q_layout = layout if plan.replicated_queries else _by_home(plan, layout, Side.Q)
-        return q_layout, _by_home(plan, kv_layout, Side.KV)
+        return _by_home(plan, layout, Side.Q), _by_home(plan, kv_layout, Side.KV)
     q_homes, kv_homes = ([holders[0] for holders in side] for side in plan.owners)
     return layout.cut(q_homes, plan.cuts), kv_layout.cut(kv_homes, plan.cuts)
 
 
 def _by_home(plan: Plan, layout: Layout, side: Side) -> Layout:
-    """Return a layout with one shard a rank, each with the rows of the rank that is its home."""
+    """Return a layout of a plan's shards, each with the rows of the rank that is its home."""
     homes, ranks = [holders[0] for holders in plan.owners[side]], range(plan.world_size)
     if homes == [*ranks]:
         return layout
-    if sorted(homes) != [*ranks]:
+    in_place = plan.replicated_queries and side is Side.Q
+    if sorted(homes) != [*ranks] and not in_place:
         rank = next(
             rank for rank in (*homes, *ranks) if rank not in ranks or homes.count(rank) != 1
         )

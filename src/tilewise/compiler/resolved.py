@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from tilewise.compiler.checker import check_before_run
@@ -24,21 +23,19 @@ class CallShape(NamedTuple):
     """A call without its plans and tensors.
 
     Args:
-        q_positions: the replicated queries' global positions; default the last token.
         v_head_dim: of v if it differs from that of q and k.
         max_logit: the largest scores are asked for.
     """
 
     mask: Mask
-    layout: Layout  # of all tensors; of k and v alone for plans whose queries are replicated
+    layout: Layout  # of the queries; as `shard_layouts` takes it
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: str  # of q, k, v; a name
     wires: Wires
     save: str | None = None  # "replay", "gathered" or None: as the forward plan prefers
-    kv_layout: Layout | None = None  # of k and v if it differs from the queries'
-    q_positions: Sequence[int] | None = None
+    kv_layout: Layout | None = None  # of k and v; None: layout
     v_head_dim: int | None = None
     max_logit: bool = False
 
@@ -107,16 +104,13 @@ def resolve_passes(
     backward = forward
     if backward_plan is not None or not (gathered or forward.plan.traits.backward_order is None):
         backward = _resolved(call, backward_plan or plan, own_order=not gathered)
-    if backward.plan.replicated_queries != forward.plan.replicated_queries:
-        every, own = sorted((forward, backward), key=lambda one: not one.plan.replicated_queries)
-        raise ValueError(
-            f"{every.plan.name} has all queries on every rank, {own.plan.name} each on one; take "
-            "two plans of one kind, or leave out backward_plan"
-        )
-    if (backward.plan.owners, backward.plan.cuts) != (forward.plan.owners, forward.plan.cuts):
+    owned, owned_in_backward = (
+        (one.plan.owners, one.plan.cuts, one.plan.replicated_queries) for one in (forward, backward)
+    )
+    if owned != owned_in_backward:
         raise ValueError(
             f"{backward.plan.name} and {forward.plan.name} own shards differently; a backward plan "
-            "needs the forward plan's owners"
+            "needs the forward plan's owners, and has all queries on every rank only if that has"
         )
     for one in (forward, backward):
         if not one.plan.traits.proven:  # tests prove what strategies make
@@ -139,7 +133,7 @@ def _resolved(call: CallShape, plan: Plan, own_order: bool = False) -> ResolvedP
     if own_order:
         plan = plan.in_backward()
     check_made_for(plan, call.mask, call.layout)
-    layouts = shard_layouts(plan, call.layout, call.kv_layout, call.q_positions)
+    layouts = shard_layouts(plan, call.layout, call.kv_layout)
     if plan.made_for and call.kv_layout not in (None, call.layout):
         raise ValueError(f"{plan.name} is for one layout of q, k and v; leave out kv_layout")
     groups = head_groups(*heads, plan.num_head_groups)

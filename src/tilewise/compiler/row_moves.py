@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.layouts.layout import Layout, Run
+from tilewise.plan.ir import Plan
 
 Rows = NDArray[np.int64]
 FILL = -1
@@ -220,7 +221,14 @@ def owners_of(layout: Layout) -> tuple[Rows, Rows]:
     return owner, row
 
 
+def share_moves(plan: Plan, layout: Layout) -> RowMoves | None:
+    """Return the moves that give each rank all rows of out that it holds, from the owners of
+    replicated tokens; None if each has computed its own.
+    """
+    by_owners = len(layout.replicated) and not plan.replicated_queries
+    return _share_moves(layout) if by_owners else None
+
+
 @lru_cache(maxsize=64)
-def share_moves(layout: Layout) -> RowMoves:
-    """Return the moves that give each rank of a joint layout all rows it holds, from owners."""
+def _share_moves(layout: Layout) -> RowMoves:
     return RowMoves("share", layout.owned, layout.runs)

@@ -18,6 +18,7 @@ from tilewise.execution.validation import checked_scale, checked_softcap
 from tilewise.functional import attention
 from tilewise.kernels.protocol import Kernel, Scores
 from tilewise.kernels.registry import kernel_for, serving_kernel
+from tilewise.layouts.joint import on_every_rank
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Causal, Full, Mask
 from tilewise.plan.ir import Plan
@@ -25,7 +26,7 @@ from tilewise.plan.kept import RecentValues
 from tilewise.strategies.tree import tree
 from tilewise.transport.agreement import agree
 from tilewise.transport.resolve import Group, transport_for
-from tilewise.wires.wire import plain_wires
+from tilewise.wires.wire import wires_of
 
 Settled = TypeVar("Settled")
 Fields = dict[str, Any]
@@ -337,15 +338,16 @@ class KVCache:
 
         def build() -> DecodingPass:
             shape = self.shape
+            keys = contiguous(max(shape.num_tokens, num_queries), shape.world_size)
             call = CallShape(
                 Full(),
-                contiguous(max(shape.num_tokens, num_queries), shape.world_size),
+                on_every_rank(range(num_queries), keys),
                 num_heads,
                 shape.num_kv_heads,
                 shape.head_dim,
                 dtype_name(shape.dtype),
-                plain_wires(self.wire_dtype, dtype_name(shape.dtype)),
-                q_positions=range(num_queries),
+                wires_of(None, self.wire_dtype).resolved(dtype_name(shape.dtype)),
+                kv_layout=keys,
                 v_head_dim=shape.v_head_dim,
             )
             passes = resolve_passes(call, self._plan)

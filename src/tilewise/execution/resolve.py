@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.arguments import Reduction, dtype_name, of_kind
+from tilewise.arguments import Reduction, dtype_name, of_kind, whole_numbers
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.resolved import CallShape, resolve_passes
 from tilewise.execution.call import Call, KeptForCalls, ResolvedCall
@@ -28,7 +28,7 @@ from tilewise.execution.validation import (
     check_token_dimension,
     checked_scores,
     named_operands,
-    query_positions,
+    query_layout,
 )
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_for, serving_kernel, use_of
@@ -38,11 +38,9 @@ from tilewise.plan.kept import RecentValues, kept_with_plan
 from tilewise.plan.payload import head_groups
 from tilewise.transport.agreement import PASS
 from tilewise.wires.latent import Latent
-from tilewise.wires.wire import Plain, Wires, latent_of, plain_wires, wires_of
+from tilewise.wires.wire import Plain, latent_of, wires_of
 
-UNKEYED = frozenset(
-    ("plan", "backward_plan", "q_positions", "dropout_seed", "group", "validate", "resolved")
-)
+UNKEYED = frozenset(("plan", "backward_plan", "dropout_seed", "group", "validate", "resolved"))
 """Fields of a call that are not compared as they are to find it again: its checks do not depend
 on them, or look at them in every call. The plan has the cache."""
 AGREED = tuple(option.name for option in fields(Call) if option.metadata.get("agreed"))
@@ -68,8 +66,11 @@ def resolve_once(
         kept = KeptForCalls(RecentValues(4), {})
         return problem.without_plans(plans)._replace(kept=kept)
 
-    # Wires look at values.
-    if not isinstance(own, Plan) or call.q_positions is not None or call.wire is not None:
+    if call.q_positions is not None:  # as any caller may write them; a key takes numbers
+        positions = whole_numbers("q_positions", call.q_positions).tolist()
+        call = replace(call, q_positions=tuple(positions))
+    # Wires look at values, but for one that is what wire_dtype is.
+    if not isinstance(own, Plan) or not isinstance(call.wire, Plain | None):
         return resolve(q, k, v, call, rank, world_size)
     options, operands = _options(call), (q, k) if v is None else (q, k, v)
     try:
@@ -115,14 +116,14 @@ def resolve(
     num_queries, num_heads, head_dim = map(int, q.shape[-3:])
     kv_layout, dtype = call.kv_layout or call.layout, dtype_name(q.dtype)
     num_kv_heads, v_head_dim = int(k.shape[-2]), int(k.shape[-1] if v is None else v.shape[-1])
-    wires = resolved_wires(call, dtype)
+    wires = wires_of(call.wire, call.wire_dtype).resolved(dtype)
     head_groups(num_heads, num_kv_heads, 1)
     if latent is not None:
         num_kv_heads, v_head_dim = latent.num_kv_heads, latent.v_head_dim
         wires = wires.of_width(int(k.shape[-1]))
     shape = CallShape(
         mask=call.mask,
-        layout=call.layout,
+        layout=query_layout(call, num_queries),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -130,7 +131,6 @@ def resolve(
         wires=wires,
         save=call.save,
         kv_layout=kv_layout,
-        q_positions=query_positions(call, num_queries, kv_layout.num_tokens),
         v_head_dim=v_head_dim,
         max_logit=call.return_max_logit,
     )
@@ -184,14 +184,6 @@ def probed(latent: Latent, x: Tensor, call: Call, places: np.ndarray) -> Expansi
     alone = call.validate != "never" and x.device.type == "cpu"
     expansion.probe(rows, positions.to(x.device), alone=alone)
     return expansion
-
-
-def resolved_wires(call: Call, dtype: str) -> Wires:
-    """Return the wires that wire and wire_dtype of a call mean for tensors of a dtype."""
-    if call.wire is None:
-        name = None if call.wire_dtype is None else dtype_name(call.wire_dtype)
-        return plain_wires(name, dtype)
-    return wires_of(call.wire, call.wire_dtype).resolved(dtype)
 
 
 def _kernel(call: Call, q: Tensor, head_dim: int, needs: tuple[str, ...], square: bool) -> Kernel:

@@ -20,6 +20,7 @@ from tilewise.execution.call import Call
 from tilewise.execution.sinks import TensorKind
 from tilewise.kernels.bias import Alibi, Bias, DenseBias
 from tilewise.kernels.protocol import Scores
+from tilewise.layouts.joint import on_every_rank
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, Side
@@ -162,18 +163,18 @@ def check_ranks(call: Call, rank: int, world_size: int) -> None:
             )
 
 
-def query_positions(call: Call, num_queries: int, num_keys: int) -> list[int] | None:
-    """Return the positions of replicated queries; None for queries that have a layout."""
-    given = call.q_positions
+def query_layout(call: Call, num_queries: int) -> Layout:
+    """Return the layout of the queries: replicated ones stand at q_positions on every rank."""
+    given, keys = call.q_positions, call.kv_layout or call.layout
     if not call.plan.replicated_queries:
         if given is not None:
             raise ValueError(
                 "q_positions are for plans with replicated queries (tree), not "
                 f"{call.plan.name}; use layout instead"
             )
-        return None
-    given = range(num_keys - num_queries, num_keys) if given is None else given
-    positions = [int(x) for x in given]
+        return call.layout
+    num_keys = keys.num_tokens
+    positions = range(num_keys - num_queries, num_keys) if given is None else given
     if len(positions) != num_queries:
         raise ValueError(
             f"q has {num_queries} tokens but q_positions {len(positions)}; pass one for each"
@@ -182,7 +183,7 @@ def query_positions(call: Call, num_queries: int, num_keys: int) -> list[int] | 
         raise ValueError(
             f"q_positions {min(positions)}..{max(positions)} must lie in 0..{num_keys - 1}"
         )
-    return positions
+    return on_every_rank(positions, keys)
 
 
 def _rows_of_rank(plan: Plan, side: Side, layout: Layout, rank: int) -> int:

@@ -58,6 +58,14 @@ def joint(layout: Layout | int, replicated: Any) -> Layout:
     return Layout(num_tokens, runs, "joint")
 
 
+def on_every_rank(positions: Any, layout: Layout) -> Layout:
+    """The layout of these rows of a layout's sequence, in this order, on each of its ranks: of
+    queries that all ranks hold. No rank holds another row.
+    """
+    runs = runs_of_positions(np.asarray(positions, np.int64))
+    return Layout(layout.num_tokens, [runs] * layout.world_size, "queries")
+
+
 def _with_replicated(rows: np.ndarray, shared: np.ndarray) -> np.ndarray:
     """Insert each shared position before the first row that follows it in the sequence."""
     highest = np.maximum.accumulate(rows) if len(rows) else rows

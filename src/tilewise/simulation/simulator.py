@@ -21,6 +21,7 @@ from tilewise.compiler.draft import Draft
 from tilewise.compiler.facts import CallTraits, device_traits
 from tilewise.compiler.pruning import all_alike
 from tilewise.compiler.resolved import ResolvedPass
+from tilewise.compiler.row_moves import share_moves
 from tilewise.plan.builder import gc_paused
 from tilewise.plan.ir import Plan, RankStep, find_symmetry
 from tilewise.plan.shifts import Symmetry, absolute, relabelled, relative
@@ -249,7 +250,7 @@ def _joined(
     """Add to a pass the exchange of rows of a joint layout."""
     timeline, symmetry = timeline_and_symmetry
     layout = work.layout_for(plan.world_size)
-    if plan.replicated_queries or not len(layout.replicated):
+    if share_moves(plan, layout) is None:
         return timeline, symmetry
     return with_shared_rows(timeline, symmetry, layout, work, machine, backward), symmetry
 

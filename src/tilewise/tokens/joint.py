@@ -68,8 +68,8 @@ def owned_call(q: Tensor, k: Tensor, v: Tensor | None, call: Call) -> tuple[Call
     keys = layout if call.kv_layout is None else call.kv_layout
     if not (isinstance(plan, Plan) and isinstance(layout, Layout) and isinstance(keys, Layout)):
         return call, None  # attention says so
-    whole_queries = plan.replicated_queries
-    if not len(keys.replicated) and (whole_queries or not len(layout.replicated)):
+    moves = share_moves(plan, layout)
+    if moves is None and not len(keys.replicated):
         return call, None
     transport = transport_for(call.group)
     on_owned = replace(call, layout=layout.owned, kv_layout=keys.owned, group=transport)
@@ -77,10 +77,10 @@ def owned_call(q: Tensor, k: Tensor, v: Tensor | None, call: Call) -> tuple[Call
     if not fits:  # attention says so
         return on_owned, OwnedRows(q, k, v, None, transport)
     rank = transport.rank
-    whole_keys = len(keys.replicated) == keys.num_tokens and not whole_queries
+    whole_keys = len(keys.replicated) == keys.num_tokens and not plan.replicated_queries
     sides = [("k", k, keys, -2 if v is None else -3)]
     sides += [] if v is None else [("v", v, keys, -3)]
-    sides += [] if whole_queries else [("q", q, layout, -3)]
+    sides += [] if moves is None else [("q", q, layout, -3)]
 
     def check() -> dict[str, Tensor]:
         if whole_keys and call.dropout_p and call.dropout_seed is None:
@@ -104,7 +104,6 @@ def owned_call(q: Tensor, k: Tensor, v: Tensor | None, call: Call) -> tuple[Call
         )
         return on_owned, OwnedRows(q, k, v, None, alone)
     q, k, v = owned.get("q", q), owned["k"], owned.get("v")
-    moves = share_moves(layout) if len(layout.replicated) and not whole_queries else None
     return on_owned, OwnedRows(q, k, v, moves, transport)
 
 

@@ -107,14 +107,9 @@ class Wires:
 
     def resolved(self, dtype: str) -> Wires:
         """Return these wires with a dtype in each Plain that has none, and the latent without its
-        function.
+        function: one object for all calls.
         """
-
-        def named(wire: Wire) -> Wire:
-            return Plain(dtype_name(dtype)) if wire == Plain() else wire
-
-        resolved_wires = named(self.forward), named(self.backward), named(self.partials)
-        return Wires(*resolved_wires, latent=self.sizes.latent)
+        return _resolved(self.sizes, dtype_name(dtype))
 
     def of_width(self, width: int) -> Wires:
         """Return these wires with the width of the latent set, and without its function."""
@@ -159,9 +154,9 @@ def wires_of(wire: AnyWire | None, wire_dtype: Any = None) -> Wires:
 
 
 @lru_cache(maxsize=64)
-def plain_wires(wire_dtype: DtypeName | None, dtype: str) -> Wires:
-    """Return the wires that wire_dtype means for operands of a dtype: one object for all calls."""
-    return wires_of(None, wire_dtype).resolved(dtype)
+def _resolved(wires: Wires, dtype: DtypeName) -> Wires:
+    plain, each = Plain(dtype), (wires.forward, wires.backward, wires.partials)
+    return Wires(*(plain if wire == Plain() else wire for wire in each), latent=wires.latent)
 
 
 WIRE_KINDS = (Plain, Float8, Latent)
