@@ -219,4 +219,6 @@ def test_bad_options_end_with_code_2_and_one_line(words: list[str], message: str
     base = ["plan", "--world-size", "4", "--num-tokens", "4K", "--heads", "8:2"]
     run = CliRunner().invoke(app, [*base, *words])
     assert run.exit_code == 2
-    assert message in run.output and len(run.output.strip().splitlines()) == 1
+    # A busy machine may take long enough for a search to say that it is under way.
+    lines = [x for x in run.output.strip().splitlines() if not x.startswith("searching")]
+    assert len(lines) == 1 and message in lines[0]
