@@ -45,7 +45,7 @@ TILES = {
     ),
     "rows and keys alone": tile(DOCUMENTS, [(0, 430)], [(200, 300)]),
     "full and empty blocks": tile(
-        Document([0, 150, 700, 1000, 1400]) & Causal(), [(150, 1400)], [(0, 980)]
+        Document([0, 150, 700, 760, 1000]) & Causal(), [(150, 900)], [(0, 720)]
     ),
     "bands": CALLS["bands"],
     "holes": CALLS["holes"],
@@ -235,11 +235,10 @@ def test_a_device_that_computes_something_else_is_found_before_the_first_call(
         return wrong(computes(*tensors, **options))
 
     setattr(package, name, broken)
-    with pytest.raises(ValueError, match=rf"flash-attn-4 \({VERSION}\) failed its trial .*{said}"):
+    begins, ends = rf"flash-attn-4 \({VERSION}\) failed its trial", "take kernel='flash_attn_4' or"
+    with pytest.raises(ValueError, match=f"{begins} .*{said}.* {ends} 'triton', or install"):
         first_use(backward)
     assert {shape[1] for shape in calls} == {len(flash_attn_4.TRIAL[1])}
-    with pytest.raises(ValueError, match=r"take kernel='flash_attn_4' or 'triton', or install"):
-        first_use(backward)
 
 
 def test_a_later_version_with_other_blocks_is_named(monkeypatch):
@@ -280,6 +279,7 @@ def test_a_row_of_too_many_intervals_is_refused_by_name(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")  # of the package's own needs
 @pytest.mark.parametrize(("head_dim", "heads"), [(128, (4, 2)), (64, (2, 2)), (192, (4, 2))])
 def test_the_package_itself_compiles_both_passes_for_hopper(head_dim, heads, monkeypatch):
     """Where it is installed, without a GPU: its functions see tensors of shapes alone."""
