@@ -1,4 +1,4 @@
-"""The first ten minutes on a GPU: how fast memory work, short calls, whole ranks and sends are.
+"""The first ten minutes on a GPU: how fast memory work, short calls, tiles, ranks and sends are.
 
     python -m benchmarks.gpu_first [--after] [--out FILE]
     python -m benchmarks.gpu_first --dry-run        # the same code, tiny, on the CPU
@@ -36,6 +36,9 @@ from tilewise_tools.naming import Parser
 SECONDS = 600.0  # in all
 STAMP = ("torch_version", "triton_version", "device_name", "commit")  # in every row
 KERNELS = ("cudnn", "triton")
+TILES = ("causal_document", "sliding_window_causal")  # masks of more than one slice
+BY_LISTS = "flash_attn_4_lists"  # skipped where its package is not installed
+TILE_HEADS = (32, 16)  # as many query heads a KV head as its trial has, for which it is compiled
 MEMORY = ("copy of keys", "copy of keys, 16 bytes a number", "merge", "add", "out_for_delta")
 ROWS, KEYS = (2048, 4096, 8192, 16384), (2048, 8192, 32768)  # of short calls
 FEW = (4, 4)  # heads of one head group
@@ -76,12 +79,13 @@ def parts(*, tiny: bool, after: bool) -> list[Part]:
     ahead = [c for c in cases.before(names, tiny) if c.part == "ahead"]
     found = [
         Part("compiling ahead", ahead, 70.0, cases.lanes_at_once(2 if tiny else CORES)),
-        Part("bandwidth", list(_bandwidth()), 40.0),
-        Part("short calls", list(_short_calls(names, tiny)), 90.0),
-        Part("executor", list(_ranks(names, tiny)), 200.0),
-        Part("sends", list(_sends()), 40.0),
+        Part("bandwidth", list(_bandwidth()), 30.0),
+        Part("short calls", list(_short_calls(names, tiny)), 65.0),
+        Part("executor", list(_ranks(names, tiny)), 185.0),
+        Part("whole tiles", list(_whole_tiles(names, tiny)), 75.0),
+        Part("sends", list(_sends()), 30.0),
     ]
-    return [*found, Part("variants", list(_variants(tiny)), 120.0)] if after else found
+    return [*found, Part("variants", list(_variants(tiny)), 110.0)] if after else found
 
 
 def _bandwidth() -> Iterator[Case]:
@@ -105,6 +109,17 @@ def _ranks(names: Sequence[str], tiny: bool) -> Iterator[Case]:
     for name, rank in product(names, TINY_RANKS if tiny else RANKS):
         given = {**rank, "heads": _text(rank["heads"]), "head_dim": width, "beside": ["graph"]}
         yield Case("executor", {"kernel": name, "mask": "causal", **given}, 12.0, "executor")
+
+
+def _whole_tiles(names: Sequence[str], tiny: bool) -> Iterator[Case]:
+    options = {
+        "heads": _text(SMALL if tiny else TILE_HEADS),
+        "num_tokens": 128 if tiny else 16 * K,
+        "head_dim": (TINY if tiny else FULL).head_dim,
+    }
+    for name, mask in product(names if tiny else (*names, BY_LISTS), TILES):
+        seconds = 20.0 if name == BY_LISTS else 3.0  # it is compiled and tried first
+        yield Case("whole tiles", {"kernel": name, "mask": mask, **options}, seconds, "whole tiles")
 
 
 def _sends() -> Iterator[Case]:
@@ -191,6 +206,12 @@ WAYS = ("user's group", "own lane", "copy")
 TABLES: tuple[tuple[str, str, list[str], list[str]], ...] = (
     ("Memory work, TB/s", "bandwidth", ["what", "sources"], ["work_tbps", "copy_tbps"]),
     ("Short calls", "short calls", ["kernel", "heads", "rows", "keys"], _both("ms", "tflops")),
+    (
+        "Tiles of a mask",
+        "whole tiles",
+        ["kernel", "mask", "heads"],
+        ["calls", *_both("ms", "tflops")],
+    ),
     (
         "A rank beside one call",
         "executor",

@@ -44,6 +44,7 @@ PARTS: Mapping[str, Callable[[Session, Row], Row]] = MappingProxyType(
         "scaling": scaling.run,
         "bandwidth": first.bandwidth,
         "short calls": first.short_calls,
+        "whole tiles": first.whole_tiles,
         "sends": first.sends,
         "variants": variants.run,
     }

@@ -170,8 +170,15 @@ def single(
     """Both passes of a kernel on one call of so many rows and keys."""
     rows, keys = sizes
     call = KernelCall(((0, rows),), ((0, keys),), kind)
-    q, dout = session.normal(2, rows, 1, heads[0], width)
-    k, v = session.normal(2, keys, 1, heads[1], width)
+    return call_passes(session, kernel, call, heads, width)
+
+
+def call_passes(
+    session: Session, kernel: Kernel, call: KernelCall, heads: tuple[int, int], width: int
+) -> tuple[Run, Run]:
+    """Both passes of a kernel on a call, with operands of its own."""
+    q, dout = session.normal(2, call.num_q, 1, heads[0], width)
+    k, v = session.normal(2, call.num_k, 1, heads[1], width)
     scale = width**-0.5
     out, lse = kernel.forward(q, k, v, call, scale)
     delta = (out.float() * dout.float()).sum(-1)

@@ -1,25 +1,29 @@
-"""What the first minutes on a GPU measure beside the executor: memory work, short calls, and sends
-beside memory work.
+"""What the first minutes on a GPU measure beside the executor: memory work, short calls, whole
+tiles, which kernels cut differently, and sends beside memory work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.case import Row
 from benchmarks.gpu_parts.correctness import num_heads
-from benchmarks.gpu_parts.executor import single
+from benchmarks.gpu_parts.executor import call_passes, single
 from benchmarks.gpu_parts.session import Run, Session, captured
+from benchmarks.gpu_parts.sizes import mask_named
+from benchmarks.gpu_parts.summary import PASSES
 from benchmarks.gpu_smoke import hidden, senders
 from tilewise.kernels import merge
 from tilewise.kernels.delta import out_for_delta
 from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.calls import Kind
+from tilewise.tiles.cover import tile_calls
 
 SHAPE, TINY_SHAPE = (2048, 32, 128), (16, 2, 16)  # rows, heads and head_dim of half a shard
 SETS, TINY_SETS = 16, 2  # of operands, more than an L2 cache holds; one launch for each
@@ -103,10 +107,35 @@ def short_calls(session: Session, options: Row) -> Row:
     rows, keys, width = (options[x] for x in ("rows", "keys", "head_dim"))
     passes = single(session, kernel, (rows, keys), Kind.FULL, heads, width)
     flops, row = 4 * rows * keys * heads[0] * width, Row()
-    for what, run, work in zip(("forward", "backward"), passes, (flops, 2.5 * flops), strict=True):
+    for what, run, work in zip(PASSES, passes, (flops, 2.5 * flops), strict=True):
         times = session.seconds(run)
         row |= times.row(what) | {f"{what}_tflops": times.tflops(work)}
     return row
+
+
+def whole_tiles(session: Session, options: Row) -> Row:
+    """TFLOP/s of both passes of all calls that a kernel makes of a tile, without merging them."""
+    kernel, heads = kernel_named(options["kernel"]), num_heads(options)
+    tokens, width = options["num_tokens"], options["head_dim"]
+    reason = kernel.supports(session.device.type, torch.bfloat16, width)
+    if reason is not None:
+        return {"skipped": reason}
+    rows, mask = np.arange(tokens), mask_named(options["mask"], tokens)
+    cut = {"square_causal": kernel.square_causal, "whole_tile": kernel.whole_tile}
+    calls = tile_calls(rows, rows, mask, **cut)
+    pairs = [call_passes(session, kernel, call, heads, width) for call in calls]
+    area = mask.area((0, tokens), (0, tokens))
+    flops, row = 4 * area * heads[0] * width, Row(calls=len(calls))
+    passes = zip(*pairs, strict=True)
+    for what, runs, work in zip(PASSES, passes, (flops, 2.5 * flops), strict=True):
+        times = session.seconds(partial(_one_after_another, runs))
+        row |= times.row(what) | {f"{what}_tflops": times.tflops(work)}
+    return row
+
+
+def _one_after_another(runs: Sequence[Run]) -> None:
+    for run in runs:
+        run()
 
 
 def sends(session: Session, options: Row) -> Row:

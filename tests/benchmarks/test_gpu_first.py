@@ -4,14 +4,22 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from support.flash_attn_4 import install
 
 from benchmarks import gpu_first
-from benchmarks.gpu_first import STAMP, main, parts
+from benchmarks.gpu_first import BY_LISTS, STAMP, main, parts
 from benchmarks.gpu_parts import bodies, variants
 from benchmarks.gpu_parts.case import Case
+from benchmarks.gpu_parts.sizes import mask_named
 from benchmarks.gpu_parts.variants import VARIANTS
+from tilewise.kernels import flash_attn_4
+from tilewise.kernels.call_masks import row_intervals
+from tilewise.kernels.flash_attn_4 import FlashAttn4Lists
+from tilewise.kernels.self_check import HEADS, KV_HEADS
+from tilewise.tiles.cover import tile_calls
 
 TINY = {"device": "cpu", "tiny": True}
 
@@ -26,6 +34,41 @@ def test_every_part_runs_on_the_cpu(part):
     for case in part.cases:
         row, healthy = bodies.answer({**TINY, "part": case.part, "options": case.options})
         assert healthy and not {"error", "skipped"} & row.keys(), row
+
+
+def tile_cases(name: str) -> list[Case]:
+    (part,) = (part for part in parts(tiny=False, after=False) if part.title == "whole tiles")
+    return [case for case in part.cases if case.options["kernel"] == name]
+
+
+def test_a_tile_by_lists_is_tried_beside_triton_and_cudnn(monkeypatch):
+    package = install(monkeypatch)
+    monkeypatch.setattr(FlashAttn4Lists, "device", "cpu")
+    cases = tile_cases(BY_LISTS)
+    for case, *others in zip(cases, tile_cases("triton"), tile_cases("cudnn"), strict=True):
+        assert all(x.options == {**case.options, "kernel": x.options["kernel"]} for x in others)
+        options = {**case.options, "heads": "4:2", "num_tokens": 128, "head_dim": 16}
+        row, healthy = bodies.answer({**TINY, "part": case.part, "options": options})
+        assert healthy and row["calls"] == 1 and row["backward_ms"] > 0, row
+    assert package.cells > 0
+
+
+def test_tiles_of_the_first_minutes_are_more_than_one_slice_and_compiled_for_the_trial():
+    for case in tile_cases(BY_LISTS):
+        rows = np.arange(case.options["num_tokens"])
+        (call,) = tile_calls(
+            rows, rows, mask_named(case.options["mask"], len(rows)), whole_tile=True
+        )
+        assert len(call.as_slices) > 1 and len(row_intervals(call)) == 1
+        heads, kv_heads = map(int, case.options["heads"].split(":"))
+        assert heads // kv_heads == HEADS // KV_HEADS
+
+
+def test_a_kernel_that_is_not_installed_is_skipped_with_its_reason(monkeypatch):
+    monkeypatch.setattr(flash_attn_4, "_version", lambda: None)
+    for case in tile_cases(BY_LISTS):
+        row, healthy = bodies.answer({**TINY, "part": case.part, "options": case.options})
+        assert healthy and row["skipped"] == "flash-attn-4 is not installed"
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ class FakeCuda:
             monkeypatch.setattr(module, name, Launches(getattr(module, name), self.launches))
         kernels = [Launches(kernel, self.launches) for kernel in triton_slices._kernels()]
         monkeypatch.setattr(triton_slices, "_kernels", lambda: kernels)
-        for module, name in ((torch_sdpa, "additive_mask"), (flex, "row_intervals")):
+        for module, name in ((torch_sdpa, "additive_mask"), (flex, "compiled_intervals")):
             monkeypatch.setattr(module, name, on_host(getattr(module, name)))
 
     @contextmanager

@@ -1,21 +1,29 @@
 """Kernels that need a GPU or a package, on operators emulated by their contracts."""
 
 import math
-import sys
-from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.test_torch_flash import emulated_backward, emulated_forward
-from support.kernel_cases import CALLS, HEADS, SCALE, SCORES, call_of, dense, draw, error, run
+from support.kernel_cases import (
+    CALLS,
+    HEADS,
+    SCALE,
+    SCORES,
+    agrees,
+    call_of,
+    dense,
+    draw,
+    error,
+    package,
+)
 from torch.nn.attention.flex_attention import create_block_mask
 
-from tilewise.kernels import flash_attn, flash_attn_4, flex, torch_sdpa
-from tilewise.kernels.call_masks import call_mask, row_intervals
+from tilewise.kernels import flash_attn, flex, torch_sdpa
+from tilewise.kernels.call_masks import block_cells, call_mask, row_intervals
 from tilewise.kernels.flash_attn import FlashAttn2, FlashAttn3
-from tilewise.kernels.flash_attn_4 import FlashAttn4
 from tilewise.kernels.flashinfer import FlashInfer
 from tilewise.kernels.flex import Flex
 from tilewise.kernels.torch_sdpa import CudnnSdpa, EfficientSdpa
@@ -87,24 +95,6 @@ def efficient_backward(
     assert wanted == [True, True, True, False] and dropout == 0.0
     bias = bias_of(q, k, mask, causal)
     return *gradients(dout, q, k, v, out, lse[..., : q.shape[2]], bias, scale), None
-
-
-def agrees(
-    kernel, call, heads, dtype, bound: float, head_dim: int = 24, scores=None, v_head_dim=None
-) -> None:
-    case = draw(call, heads, dtype, head_dim=head_dim, v_head_dim=v_head_dim)
-    answer = dense(case, call, scores or SCORES["plain"])
-    got, wanted = run(kernel, case, answer, call, scores), (answer.out, answer.lse, *answer.grads)
-    for x, y in zip(got, wanted, strict=True):
-        assert x.shape == y.shape and error(x, y) < bound
-    into = torch.zeros_like(case.dout, dtype=torch.float32), torch.full_like(got[1], -math.inf)
-    assert kernel.forward(*case[:3], call, SCALE, into, scores) is into
-    assert error(into[0], answer.out) < bound
-    totals = tuple(torch.ones_like(x, dtype=torch.float32) for x in case[:3])
-    given = answer.lse.float(), answer.delta.float()
-    assert kernel.backward(*case[:4], *given, call, SCALE, totals, scores) is totals
-    for x, y in zip(totals, answer.grads, strict=True):
-        assert error(x - 1, y) < bound
 
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
@@ -180,7 +170,7 @@ def test_row_intervals_hold_a_calls_cells(call):
 @given(st.integers(0, 300), st.integers(1, 400), st.integers(0, 200), st.booleans())
 def test_flex_gets_the_blocks_that_torch_would_find(first, keys, width, sloped):
     """Rows from `first` on see `width` keys more each (sloped) or the same ones."""
-    num_k = 2 * keys + 200
+    num_k = 2 * keys + 400  # more than the last row of the widest slice sees
     slices = (Slice(0, first, 0, 0, keys, 0),) if first else ()
     low = keys // 2
     slices += (Slice(first, first + 150, low, 0, low + width + 1 - first * sloped, int(sloped)),)
@@ -191,7 +181,7 @@ def test_flex_gets_the_blocks_that_torch_would_find(first, keys, width, sloped):
     allowed = torch.nn.functional.pad(call_mask(call), (0, -num_k % 128, 0, -call.num_q % 128))
     cells = allowed.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).sum((1, 3))
     assert torch.equal(
-        torch.from_numpy(flex.block_cells(row_intervals(call).numpy(), num_k)), cells
+        torch.from_numpy(block_cells(row_intervals(call).numpy(), num_k, (128, 128))), cells
     )
     assert made.seq_lengths == wanted.seq_lengths and made.BLOCK_SIZE == wanted.BLOCK_SIZE
     for name in ("kv", "full_kv", "q", "full_q"):
@@ -200,12 +190,6 @@ def test_flex_gets_the_blocks_that_torch_would_find(first, keys, width, sloped):
         ours, theirs = (getattr(mask, f"{name}_indices") for mask in (made, wanted))
         used = torch.arange(ours.shape[-1]) < count[..., None]
         assert ours.dtype == theirs.dtype and torch.equal(ours[used], theirs[used])
-
-
-def package(monkeypatch: pytest.MonkeyPatch, name: str, **functions: object) -> None:
-    module = ModuleType(name)
-    vars(module).update(functions)
-    monkeypatch.setitem(sys.modules, name, module)
 
 
 @pytest.mark.parametrize("call", [*CALLS.values(), call_of(3, 5, Kind.CAUSAL)])
@@ -241,124 +225,6 @@ def test_flash_attn_is_called_as_its_contract_says(call, monkeypatch):
     agrees(FlashAttn2(), call, (4, 2), torch.bfloat16, 1e-2)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     agrees(FlashAttn2(), call, (4, 2), torch.bfloat16, 1e-2)
-
-
-def fa4_mask(m: int, n: int, causal: bool, left: int | None, right: int | None) -> torch.Tensor:
-    """As version 4 reads its arguments: only two negative sides together are no window."""
-    if left is not None and right is not None and left < 0 and right < 0:
-        left = right = None
-    right = 0 if causal else right
-    distance = torch.arange(n) - torch.arange(m)[:, None] - (n - m)
-    seen = distance >= -left if left is not None else torch.ones(m, n, dtype=torch.bool)
-    return seen & (distance <= right) if right is not None else seen
-
-
-def fa4_forward(
-    q, k, v, qv=None, *, softmax_scale=None, causal=False, softcap=None, window_size_left=None,
-    window_size_right=None, num_splits=1, pack_gqa=None, return_lse=False, out=None, lse=None,
-):  # fmt: skip
-    """Takes [batch, rows, heads, head_dim]; yields five values, of which three are for others."""
-    assert q.shape[-1] != 192 or v.shape[-1] == 128
-    assert return_lse and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    assert q.shape[-1] == k.shape[-1] and q.shape[-1] % 8 == v.shape[-1] % 8 == 0
-    allowed = fa4_mask(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
-    assert allowed.any(-1).all()
-    q, wide_k, wide_v = heads_apart(q, k, v)
-    bias = torch.zeros(allowed.shape).masked_fill(~allowed, -math.inf)
-    p, lse = weights(q, wide_k, softmax_scale, bias)
-    return (p @ wide_v.double()).transpose(1, 2).to(v.dtype), lse.float(), None, None, None
-
-
-def fa4_backward(
-    q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-    window_size_right=None, *, deterministic=False, dq=None, dk=None, dv=None, dlse=None,
-):  # fmt: skip
-    assert softcap == 0.0 and lse.dtype == dlse.dtype == torch.float32
-    assert lse.shape == dlse.shape == (q.shape[0], q.shape[2], q.shape[1])
-    assert out.shape == dout.shape and out.dtype == dout.dtype == q.dtype
-    allowed = fa4_mask(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
-    bias = torch.zeros(allowed.shape).masked_fill(~allowed, -math.inf).double()
-    group = q.shape[2] // k.shape[2]
-    q, wide_k, wide_v = heads_apart(q, k, v)
-    dout, out = (x.transpose(1, 2).double() for x in (dout, out))
-    p = torch.exp(softmax_scale * q.double() @ wide_k.double().mT + bias - lse[..., None])
-    delta = (dout * out).sum(-1) - dlse.double()
-    ds = softmax_scale * p * (dout @ wide_v.double().mT - delta[..., None])
-    dk, dv = ds.mT @ q.double(), p.mT @ dout
-    grads = ds @ wide_k.double(), *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-    return tuple(x.transpose(1, 2).to(k.dtype) for x in grads)
-
-
-def heads_apart(q, k, v) -> Tensors:
-    group = q.shape[2] // k.shape[2]
-    return q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(group, 1) for x in (k, v))
-
-
-@pytest.mark.parametrize("v_head_dim", [None, 8, 40])
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("call", [*CALLS.values(), call_of(3, 5, Kind.CAUSAL)])
-def test_version_4_takes_windows_widths_and_delta_as_its_contract_says(
-    call, heads, v_head_dim, monkeypatch
-):
-    functions = {"_flash_attn_fwd": fa4_forward, "_flash_attn_bwd": fa4_backward}
-    package(monkeypatch, "flash_attn.cute.interface", **functions)
-    package(monkeypatch, "flash_attn.cute")
-    package(monkeypatch, "flash_attn")
-    agrees(FlashAttn4(), call, heads, torch.bfloat16, 1e-2, v_head_dim=v_head_dim)
-
-
-def test_version_4_is_told_to_be_deterministic(monkeypatch):
-    told = []
-
-    def backward(*tensors, deterministic=False, **options):
-        told.append(deterministic)
-        return fa4_backward(*tensors, **options)
-
-    package(monkeypatch, "flash_attn.cute.interface", _flash_attn_bwd=backward)
-    package(monkeypatch, "flash_attn.cute")
-    package(monkeypatch, "flash_attn")
-    case = draw(CALLS["full"], (2, 2), torch.bfloat16)
-    answer = dense(case, CALLS["full"])
-    for wanted in (False, True):
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda w=wanted: w)
-        statistics = answer.lse.float(), answer.delta.float()
-        FlashAttn4().backward(*case[:4], *statistics, CALLS["full"], SCALE)
-    assert told == [False, True]
-
-
-def test_version_4_says_where_it_runs(monkeypatch):
-    half, kernel = torch.bfloat16, FlashAttn4()
-    asked = "cuda", half, 128
-    monkeypatch.setattr(flash_attn_4, "_version", lambda: None)
-    assert kernel.supports(*asked) == "flash-attn-4 is not installed"
-    for version, new in (
-        ("4.0.0b9", False),
-        ("4.0.0b36", True),
-        ("4.0.0", True),
-        ("4.1.0b2", True),
-    ):
-        monkeypatch.setattr(flash_attn_4, "_version", lambda version=version: version)
-        reason = f"flash-attn-4 ({version}) must be 4.0.0b36 or later"
-        assert kernel.supports(*asked) == (None if new else reason)
-    for major, head_dim, reason in (
-        (9, 256, None),
-        (10, 128, None),
-        (10, 192, None),
-        (10, 256, "head_dim (256) is over 128 and not 192"),
-        (12, 128, "it runs on compute capability 9 and 10, not on 12"),
-    ):
-        monkeypatch.setattr(flash_attn_4, "_major", lambda major=major: major)
-        said = kernel.supports("cuda", half, head_dim)
-        assert (said is None) == (reason is None) and (reason or "") in (said or "")
-    monkeypatch.setattr(flash_attn_4, "_major", lambda: 10)
-    case = draw(CALLS["full"], (2, 2), half, head_dim=192)
-    functions = {"_flash_attn_fwd": fa4_forward, "_flash_attn_bwd": fa4_backward}
-    package(monkeypatch, "flash_attn.cute.interface", **functions)
-    package(monkeypatch, "flash_attn.cute")
-    package(monkeypatch, "flash_attn")
-    agrees(kernel, CALLS["full"], (4, 2), half, 1e-2, head_dim=192, v_head_dim=64)
-    with pytest.raises(ValueError, match=r"v_head_dim \(192\) must be at most 128"):
-        kernel.forward(*case[:3], CALLS["full"], SCALE)
 
 
 def flash_options(q, k, causal, left, right):

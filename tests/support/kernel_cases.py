@@ -1,8 +1,11 @@
 """Cases for kernels: calls of every kind, operands, the answer by autograd of dense attention."""
 
 import math
+import sys
+from types import ModuleType
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from tilewise.kernels.call_masks import call_mask
@@ -132,3 +135,29 @@ def run(
 def wanted(answer: Answer, scores: Scores) -> list[torch.Tensor]:
     """What `run` should yield."""
     return [answer.out, answer.lse, *answer.grads, *[answer.largest] * scores.max_logit]
+
+
+def agrees(
+    kernel, call, heads, dtype, bound: float, head_dim: int = 24, scores=None, v_head_dim=None
+) -> None:
+    """Both passes are within a bound of dense attention, alone and added to what was there."""
+    case = draw(call, heads, dtype, head_dim=head_dim, v_head_dim=v_head_dim)
+    answer = dense(case, call, scores or SCORES["plain"])
+    got, true = run(kernel, case, answer, call, scores), (answer.out, answer.lse, *answer.grads)
+    for x, y in zip(got, true, strict=True):
+        assert x.shape == y.shape and error(x, y) < bound
+    into = torch.zeros_like(case.dout, dtype=torch.float32), torch.full_like(got[1], -math.inf)
+    assert kernel.forward(*case[:3], call, SCALE, into, scores) is into
+    assert error(into[0], answer.out) < bound
+    totals = tuple(torch.ones_like(x, dtype=torch.float32) for x in case[:3])
+    given = answer.lse.float(), answer.delta.float()
+    assert kernel.backward(*case[:4], *given, call, SCALE, totals, scores) is totals
+    for x, y in zip(totals, answer.grads, strict=True):
+        assert error(x - 1, y) < bound
+
+
+def package(monkeypatch: pytest.MonkeyPatch, name: str, **functions: object) -> None:
+    """Let a module of this name have these functions and nothing else."""
+    module = ModuleType(name)
+    vars(module).update(functions)
+    monkeypatch.setitem(sys.modules, name, module)

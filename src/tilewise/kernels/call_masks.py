@@ -7,6 +7,8 @@ from torch import Tensor
 from tilewise.masks.strips import expand
 from tilewise.tiles.calls import KernelCall, Kind
 
+MAX_DEPTH = 32  # intervals of a row, each of them a line of a compiled kernel
+
 
 def call_mask(call: KernelCall, device: torch.device | str = "cpu") -> Tensor:
     """bool [m, n]: may row a of the call see its key j?"""
@@ -39,6 +41,51 @@ def row_intervals(call: KernelCall) -> Tensor:
     table = np.zeros((int(depth.max(initial=0)) + 1, 2, call.num_q), np.int32)
     table[depth, 0, row], table[depth, 1, row] = lo, hi
     return torch.from_numpy(table)
+
+
+def compiled_intervals(call: KernelCall, kernel: str) -> Tensor:
+    """`row_intervals` for a kernel that compiles a line for each interval of a row.
+
+    Raises:
+        ValueError: if a row has more than MAX_DEPTH, naming the kernel.
+    """
+    table = row_intervals(call)
+    if len(table) > MAX_DEPTH:
+        raise ValueError(
+            f"a row of this call sees {len(table)} intervals of keys; {kernel} takes at most "
+            f"{MAX_DEPTH}: take another kernel"
+        )
+    return table
+
+
+def block_cells(table: np.ndarray, num_keys: int, block: tuple[int, int]) -> np.ndarray:
+    """Count the allowed cells of every block of a call.
+
+    Args:
+        table: `row_intervals` of the call.
+        block: rows and keys of a block.
+    """
+    num_rows, width = block
+    rows, columns = -(-table.shape[2] // num_rows), -(-num_keys // width)
+    # an interval adds width to every block from its first to before its last, less what lies in
+    # the first before it, and to its last what lies in it
+    step = np.zeros((rows, columns + 2), np.int64)
+    rest = np.zeros((rows, columns + 1), np.int64)
+    row = np.arange(table.shape[2]) // num_rows
+    for low, high in table.astype(np.int64):
+        np.add.at(step, (row, low // width), width)
+        np.add.at(step, (row, high // width), -width)
+        np.add.at(rest, (row, low // width), -(low % width))
+        np.add.at(rest, (row, high // width), high % width)
+    return (step.cumsum(1)[:, :-1] + rest)[:, :columns]
+
+
+def listed_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many of each row's blocks are chosen, and their columns first among all
+    columns, both int32.
+    """
+    order = np.argsort(~blocks, axis=1, kind="stable")
+    return blocks.sum(1, dtype=np.int32), order.astype(np.int32)
 
 
 def _slices_mask(call: KernelCall, m: int, n: int) -> Tensor:

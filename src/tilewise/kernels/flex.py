@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tilewise.kernels.call_cache import CALL_CACHE
-from tilewise.kernels.call_masks import row_intervals
+from tilewise.kernels.call_masks import block_cells, compiled_intervals, listed_blocks
 from tilewise.kernels.protocol import (
     Accumulators,
     AsideKernel,
@@ -25,7 +24,6 @@ from tilewise.kernels.protocol import (
 )
 from tilewise.tiles.calls import KernelCall, Kind
 
-MAX_DEPTH = 32  # intervals of a row, each of them a line of the compiled kernel
 BLOCK = 128  # rows and keys of a block of its mask
 MAX_VARIANTS = 256  # compiled ones: of dtype, head_dim, heads, depth and special sizes
 
@@ -124,19 +122,14 @@ def _block_mask(call: KernelCall, device: torch.device) -> tuple[Any, list[Tenso
     """flex_attention's mask of a call and its tensors; blocks are counted from the table alone."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    table = row_intervals(call)
-    if len(table) > MAX_DEPTH:
-        raise ValueError(
-            f"a row of this call sees {len(table)} intervals of keys; flex takes at most "
-            f"{MAX_DEPTH}: take another kernel"
-        )
+    table = compiled_intervals(call, Flex.name)
     sizes = call.num_q, call.num_k
-    cells = block_cells(table.numpy(), sizes[1])
+    cells = block_cells(table.numpy(), sizes[1], (BLOCK, BLOCK))
     full = cells == BLOCK * BLOCK
     lists = (
         torch.from_numpy(x)[None, None]
         for blocks in ((cells > 0) & ~full, full)
-        for x in _listed(blocks)
+        for x in listed_blocks(blocks)
     )
     rows = table.to(device)
     mask = BlockMask.from_kv_blocks(
@@ -145,34 +138,6 @@ def _block_mask(call: KernelCall, device: torch.device) -> tuple[Any, list[Tenso
     # Made on the host and copied as a whole: other streams may find it here right after.
     mask = mask.to(device)
     return mask, [rows, *(x for x in mask.as_tuple() if isinstance(x, Tensor))]
-
-
-def block_cells(table: np.ndarray, num_keys: int) -> np.ndarray:
-    """Count the allowed cells of every block of BLOCK rows and BLOCK keys.
-
-    Args:
-        table: `row_intervals` of a call.
-    """
-    rows, columns = -(-table.shape[2] // BLOCK), -(-num_keys // BLOCK)
-    # an interval adds BLOCK to every block from its first to before its last, less what lies in
-    # the first before it, and to its last what lies in it
-    step = np.zeros((rows, columns + 2), np.int64)
-    rest = np.zeros((rows, columns + 1), np.int64)
-    row = np.arange(table.shape[2]) // BLOCK
-    for low, high in table.astype(np.int64):
-        np.add.at(step, (row, low // BLOCK), BLOCK)
-        np.add.at(step, (row, high // BLOCK), -BLOCK)
-        np.add.at(rest, (row, low // BLOCK), -(low % BLOCK))
-        np.add.at(rest, (row, high // BLOCK), high % BLOCK)
-    return (step.cumsum(1)[:, :-1] + rest)[:, :columns]
-
-
-def _listed(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many of each row's blocks are chosen, and their columns first among all
-    columns.
-    """
-    order = np.argsort(~blocks, axis=1, kind="stable")
-    return blocks.sum(1, dtype=np.int32), order.astype(np.int32)
 
 
 def _rule(table: Tensor) -> Callable[..., Tensor]:

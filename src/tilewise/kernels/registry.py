@@ -28,6 +28,7 @@ PROVIDERS: Mapping[str, str] = MappingProxyType(
         "flash_attn": "flash_attn.FlashAttn2",
         "flash_attn_3": "flash_attn.FlashAttn3",
         "flash_attn_4": "flash_attn_4.FlashAttn4",
+        "flash_attn_4_lists": "flash_attn_4.FlashAttn4Lists",
         "flashinfer": "flashinfer.FlashInfer",
         "reference": "reference.Reference",
     }

@@ -30,25 +30,35 @@ MASKS: tuple[tuple[Mask, range, range], ...] = (
 
 
 def check_kernel(
-    kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, *, backward: bool = True
+    kernel: Kernel,
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    v_head_dim: int | None = None,
+    backward: bool = True,
+    masks: Sequence[tuple[Mask, range, range]] = MASKS,
 ) -> None:
     """Run a kernel on calls of every kind, and compare what it gives with the reference.
 
     Args:
         device, dtype, head_dim, backward: what it is asked for; where it says that it cannot serve
             that, nothing is run.
+        v_head_dim: of values, if it is another.
+        masks: of the calls, each with its queries and keys.
     Raises:
         ValueError: naming the method, its file and line, and what is wrong: one that is missing or
             raises, a wrong shape or dtype, a wrong lse or gradient, accumulators left alone.
     """
-    found = given_kernel(kernel)
-    if _run(found, "supports", "", device, dtype, head_dim, backward) is not None:
+    found, widths = given_kernel(kernel), (head_dim, v_head_dim or head_dim)
+    if _run(found, "supports", "", device, dtype, max(widths), backward) is not None:
         return
     make = torch.Generator().manual_seed(0)
     cut = {"square_causal": found.square_causal, "whole_tile": found.whole_tile}
-    for mask, queries, keys in MASKS:
+    for mask, queries, keys in masks:
         for call in tile_calls(np.array(queries), np.array(keys), mask, **cut):
-            check = _CallCheck(found, call, make, torch.empty(head_dim, dtype=dtype, device=device))
+            like = torch.empty(0, dtype=dtype, device=device)
+            check = _CallCheck(found, call, make, like, widths)
             check.forward()
             if backward:
                 check.backward()
@@ -57,16 +67,23 @@ def check_kernel(
 class _CallCheck:
     """One call with its operands, and the oracle's results in fp64."""
 
-    def __init__(self, kernel: Kernel, call: KernelCall, make: torch.Generator, like: Tensor):
+    def __init__(
+        self,
+        kernel: Kernel,
+        call: KernelCall,
+        make: torch.Generator,
+        like: Tensor,
+        widths: tuple[int, int],
+    ):
         self.kernel, self.call = kernel, call
         self.tolerance = TOLERANCES(str(like.dtype).removeprefix("torch."))
-        self.wide, self.scale = accumulator_dtype(like.dtype), len(like) ** -0.5
+        self.wide, self.scale = accumulator_dtype(like.dtype), widths[0] ** -0.5
 
-        def normal(rows: int, heads: int) -> Tensor:  # every second row: strides are any
-            return torch.randn(2 * rows, BATCH, heads, len(like), generator=make).to(like)[::2]
+        def normal(rows: int, heads: int, width: int) -> Tensor:  # every second row: any strides
+            return torch.randn(2 * rows, BATCH, heads, width, generator=make).to(like)[::2]
 
-        self.q, self.dout = normal(call.num_q, HEADS), normal(call.num_q, HEADS)
-        self.k, self.v = normal(call.num_k, KV_HEADS), normal(call.num_k, KV_HEADS)
+        self.q, self.dout = (normal(call.num_q, HEADS, x) for x in widths)
+        self.k, self.v = (normal(call.num_k, KV_HEADS, x) for x in widths)
         wide = self.q.double(), self.k.double(), self.v.double()
         self.out, self.lse = Reference().forward(*wide, call, self.scale)
         # of the whole attention, of which this call is a part

@@ -106,7 +106,7 @@ class CudaFlash(ProvidedKernel):
             tensors = tuple(map(_rows, (dout, q, k, v, beside), (rows, rows, keys, keys, rows)))
             statistics = _rows(lse, rows).permute(1, 2, 0).contiguous()
             made = self.run_backward(tensors, statistics, part, scores)
-            dq, dk, dv = (_columns(*x).transpose(0, 1) for x in zip(made, widths, strict=True))
+            dq, dk, dv = (columns(*x).transpose(0, 1) for x in zip(made, widths, strict=True))
             return dq, dk, dv
 
         parts = flash_parts(call)
@@ -125,7 +125,7 @@ class CudaFlash(ProvidedKernel):
         whole = widened(max(width, v_width), *qkv) if widens else qkv
         operands = tuple(map(_rows, whole, (part[:2], part[2:4], part[2:4])))
         out, lse = self.run_forward(operands, part, scores)
-        return _columns(out, v_width).transpose(0, 1), lse.permute(2, 0, 1)
+        return columns(out, v_width).transpose(0, 1), lse.permute(2, 0, 1)
 
     def beside_dout(self, dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Return dout and an out for `run_backward`, from which flash attention derives delta."""
@@ -168,7 +168,8 @@ def _rows(x: Tensor, ends: tuple[int, int]) -> Tensor:
     return x if ends == (0, x.shape[0]) else x[slice(*ends)]
 
 
-def _columns(x: Tensor, width: int) -> Tensor:
+def columns(x: Tensor, width: int) -> Tensor:
+    """The first columns of x, which may have been widened."""
     return x if x.shape[-1] == width else x[..., :width]
 
 

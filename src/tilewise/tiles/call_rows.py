@@ -71,6 +71,7 @@ KERNEL_STYLES: Mapping[str, CallStyle] = MappingProxyType(
         "cpu": LIBRARY_STYLE,
         "cudnn": LIBRARY_STYLE,
         "efficient": LIBRARY_STYLE,
+        "flash_attn_4_lists": CallStyle(whole_tile=True),
         "flex": CallStyle(whole_tile=True),
         "triton": CallStyle(whole_tile=True),
         "triton_deterministic": CallStyle(whole_tile=True),
