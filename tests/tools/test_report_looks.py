@@ -37,7 +37,7 @@ class Holders(HTMLParser):
             self.held.append((tag, self.open[-1]))
         if tag == "td" and words.get("style"):
             self.styles.append(words["style"] or "")
-        if tag not in ("meta", "link", "br", "img", "rect", "path"):
+        if tag not in ("meta", "link", "br", "wbr", "img", "rect", "path"):
             self.open.append(f"{tag}.{words.get('class') or ''}")
         self.order.append(self.open[-1] if self.open else tag)
 
@@ -65,6 +65,24 @@ def plan() -> Page:
 
 def figures(page: Page) -> list[Figure]:
     return [x for section in page.sections for x in (*section.figures, *section.more)]
+
+
+def test_options_and_names_break_where_they_can_be_read_on():
+    table = TextTable(("options", ""), (("--cp-comm-type a2a+p2p --seq-length 8", "x"),))
+    cells = Cells(("ring_moves_q",), ("block_sparse",), (("good", RAMP[0]),), [[(0, "1", "n")]])
+    sections = (
+        Section("others", "Others", table=table),
+        Section("cells", "Cells", figures=(Figure("c", "Cells", "What.", cells),)),
+    )
+    html = written(Page("kind", "Title", "lead", (), sections))
+    assert '<span class="whole">--cp-comm-type</span> a2a+p2p' in html
+    assert "<th>ring_<wbr>moves_<wbr>q</th>" in html and "<th>block_<wbr>sparse</th>" in html
+
+
+def test_a_table_without_a_header_has_no_empty_line_and_a_page_without_parts_no_menu():
+    section = Section("lines", "In short", table=TextTable(("", ""), (("step", "1 s"),)))
+    assert "<thead>" not in written(Page("kind", "Title", "lead", (), (section,)))
+    assert "<nav" not in written(Page("kind", "Title", "lead", (), ()))
 
 
 def test_a_page_without_charts_is_small_and_has_no_script():

@@ -78,7 +78,7 @@ def summary(rows: list[Row], path: Path) -> None:
     """The fastest contenders of every case, and how many rows have which outcome."""
     console = table_console()
     table = table_of(
-        *("mask", "tokens", "ranks", "pass", "fastest", "second", "slowest", "not exact"),
+        *("mask", "tokens", "ranks", "heads", "pass", "fastest", "second", "slowest", "not exact"),
         no_wrap=False,
     )
     for case in cases(rows):
@@ -99,6 +99,7 @@ def _line(case: ReportCase) -> list[str]:
         first["mask"],
         str(first["num_tokens"]),
         str(first["world_size"]),
+        f"{first['num_heads']}:{first['num_kv_heads']}",
         first["pass"],
         results[0] if results else "",
         results[1] if len(results) > 1 else "",
