@@ -35,7 +35,7 @@ class Extra(NamedTuple):
 
 EXTRAS = (
     Extra("report", "plotly", "pages of tilewise report"),
-    Extra("report", "matplotlib", "PNG files of masks: tilewise mask --png"),
+    Extra("report", "matplotlib", "PNG files: --png of tilewise mask, report and bench"),
     Extra("partition", "mtkahypar", "hypergraph partitioning, to compare plans with"),
     Extra("solver", "ortools", "optimal mesh schedules, to compare plans with"),
     Extra("hf", "transformers", "Hugging Face models"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure as Canvas
 from support.report_pages import MACHINE, chart, many_rows, row, subject, write_rows
 
 import tilewise as tw
@@ -14,6 +15,7 @@ from tilewise_tools.report.bench_report import read_rows
 from tilewise_tools.report.drawing import Cells, Drawing
 from tilewise_tools.report.page import Fact, Figure, Page, Section, TextTable, written
 from tilewise_tools.report.plan_report import page_of, subject_of
+from tilewise_tools.report.png import draw, write_pngs
 from tilewise_tools.report.timeline import CLASSES, classes
 from tilewise_verify.palette import RAMP, contrast
 from tilewise_verify.pictures import drawn as pairs_drawn
@@ -65,6 +67,27 @@ def plan() -> Page:
 
 def figures(page: Page) -> list[Figure]:
     return [x for section in page.sections for x in (*section.figures, *section.more)]
+
+
+def test_each_chart_of_a_page_becomes_a_picture(bench: Page, plan: Page, tmp_path: Path):
+    for page in (bench, plan):
+        shown = [x for section in page.sections for x in section.figures]
+        paths = write_pngs(page, tmp_path / page.kind[:5])
+        assert [path.name for path in paths] == [f"{figure.name}.png" for figure in shown]
+        assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_a_picture_shows_the_numbers_and_words_of_its_chart(plan: Page):
+    (figure,) = (x for x in figures(plan) if x.name == "seconds")
+    assert isinstance(figure.drawing, Drawing)
+    axes = Canvas().subplots()
+    draw(axes, figure.drawing)
+    *drawn, totals = figure.drawing.data
+    widths = [width for trace in drawn for width in trace["x"]]
+    assert [patch.get_width() for patch in axes.patches] == pytest.approx(widths)
+    assert [text.get_text() for text in axes.texts] == totals["text"]
+    ticks = [tick.get_text() for tick in axes.get_xticklabels()]
+    assert ticks == list(figure.drawing.layout["xaxis"]["ticktext"])
 
 
 def test_options_and_names_break_where_they_can_be_read_on():

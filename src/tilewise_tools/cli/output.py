@@ -23,7 +23,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from tilewise_tools.doctor import MissingExtraError
+from tilewise_tools.doctor import MissingExtraError, require
 from tilewise_tools.naming import in_one_line
 from tilewise_tools.report.words import quantity
 
@@ -96,6 +96,13 @@ def check_writable(option: str, path: Path | None, *, makes_folders: bool = Fals
         raise ValueError(
             f"{option}: {path} cannot be written: it is a folder, or not yours; name a file"
         )
+
+
+def check_folder(option: str, folder: Path | None) -> None:
+    """Refuse a folder of pictures that could not be filled in the end, before the work begins."""
+    if folder is not None:
+        require("matplotlib", option)
+        check_writable(option, folder / "chart.png", makes_folders=True)
 
 
 def print_error(text: str) -> None:

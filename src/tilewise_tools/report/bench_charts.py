@@ -249,7 +249,8 @@ def speeds(kind: str, all_cases: list[ReportCase], colours: Colours) -> Figure |
         "mask."
     )
     drawing = heat_map(_masks(rows), names, LEVELS, cell)
-    return Figure(f"speed-{kind}", f"Speed per mask: {kind}", caption, drawing, row_table(rows))
+    title = f"Speed per mask, {unit}: {kind}"
+    return Figure(f"speed-{kind}", title, caption, drawing, row_table(rows))
 
 
 def memory(rows: Iterable[Row], colours: Colours) -> Figure | None:
