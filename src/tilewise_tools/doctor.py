@@ -117,7 +117,8 @@ def _build() -> str:
 
 
 def _devices() -> list[Component]:
-    components = [Component("device", "cpu", True, f"{torch.get_num_threads()} threads")]
+    threads = torch.get_num_threads()
+    components = [Component("device", "cpu", True, f"{threads} thread{'s' * (threads > 1)}")]
     if torch.cuda.is_available():
         return components + [
             Component("device", f"cuda:{i}", True, _gpu(torch.cuda.get_device_properties(i)))
