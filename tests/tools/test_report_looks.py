@@ -3,6 +3,7 @@
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,7 +85,8 @@ def test_a_picture_shows_the_numbers_and_words_of_its_chart(plan: Page):
     draw(axes, figure.drawing)
     *drawn, totals = figure.drawing.data
     widths = [width for trace in drawn for width in trace["x"]]
-    assert [patch.get_width() for patch in axes.patches] == pytest.approx(widths)
+    patches: list[Any] = list(axes.patches)
+    assert [patch.get_width() for patch in patches] == pytest.approx(widths)
     assert [text.get_text() for text in axes.texts] == totals["text"]
     ticks = [tick.get_text() for tick in axes.get_xticklabels()]
     assert ticks == list(figure.drawing.layout["xaxis"]["ticktext"])

@@ -196,9 +196,8 @@ def _bench(kind: str, options: BenchOptions, lists: Any) -> None:
         rows = [results.rows[one.key] for one in planned]
         if options.png is not None:
             with naming("--png"), refusing_unwritable():
-                write_pngs(
-                    page_of(Rows(rows, results.num_lost, (options.output.name,))), options.png
-                )
+                read = Rows(list(rows), results.num_lost, (options.output.name,))
+                write_pngs(page_of(read), options.png)
     if options.as_json:
         print_json({"results": str(options.output), "lost": results.num_lost, "rows": rows})
     else:
