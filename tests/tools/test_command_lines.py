@@ -192,6 +192,8 @@ BAD = (
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    # words of progress, which a busy machine would print
+    monkeypatch.setattr("tilewise_tools.cli.output.PATIENCE", 1000.0)
     monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another test's folder
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mine.py").write_text(CODE)
