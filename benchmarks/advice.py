@@ -18,7 +18,7 @@ import tilewise as tw
 from tilewise.planning.advisor import LIBRARIES, Advice, advise
 from tilewise.planning.model_attention import read_model
 from tilewise.simulation.machine import Link
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 
 MODELS = Path(__file__).parent / "cases" / "models"
 
@@ -235,4 +235,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

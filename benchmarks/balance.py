@@ -17,7 +17,7 @@ import tilewise as tw
 from tilewise.layouts.balanced import layout_of
 from tilewise.masks.components import row_areas
 from tilewise_tools.mask_report.figures import moved
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, whole_number
 
 CHUNK = 128
 LAYOUTS = ("contiguous", "zigzag", "striped", "heaviest first", "balanced")
@@ -25,6 +25,8 @@ LAYOUTS = ("contiguous", "zigzag", "striped", "heaviest first", "balanced")
 
 def heaviest_first(mask: tw.masks.Mask, num_tokens: int, n: int) -> tw.Layout:
     """Chunks by descending area, each to the rank with the least of those that have room."""
+    if num_tokens % (n * CHUNK):
+        raise ValueError(f"num_tokens ({num_tokens // n}) must be a multiple of {CHUNK} for a rank")
     areas = row_areas(mask, num_tokens).reshape(-1, CHUNK).sum(1)
     load, room = np.zeros(n), np.full(n, num_tokens // n // CHUNK)
     owned = []
@@ -67,8 +69,8 @@ def row(name: str, n: int, tokens: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--ranks", type=whole_number, default=16)
+    parser.add_argument("--tokens", type=whole_number, default=4096)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = [row(name, options.ranks, options.tokens) for name in tw.masks.NAMES]
@@ -83,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, world_size="--ranks", num_tokens="--tokens")

@@ -35,7 +35,7 @@ from benchmarks.bare_ulysses import bare_ulysses
 from benchmarks.peers import contenders
 from tilewise.layouts.layout import Layout
 from tilewise_tools.bench.case import BenchCase
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, whole_number
 
 WORLD, HEADS, HEAD_DIM, CALLS = 4, 8, 32, 20
 
@@ -153,8 +153,8 @@ def measure(rank: int, port: int, options: argparse.Namespace, results: Any) -> 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tokens", type=int, default=64, help="of a rank")
+    parser.add_argument("--rounds", type=whole_number, default=15)
+    parser.add_argument("--tokens", type=whole_number, default=64, help="of a rank")
     parser.add_argument("--only", nargs="*", default=[], help="parts of contenders' names")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--counts", action="store_true")
@@ -184,4 +184,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, num_tokens="--tokens")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import tilewise as tw
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, whole_number
 
 HEADS, HEAD_DIM = 8, 64
 
@@ -59,9 +59,9 @@ def control_seconds(tokens: int) -> float:
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=2048, help="of a rank")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=whole_number, default=2048, help="of a rank")
+    parser.add_argument("--ranks", type=whole_number, default=2)
+    parser.add_argument("--repeats", type=whole_number, default=5)
     arguments = parser.parse_args()
     n = arguments.ranks
     tokens = n * arguments.tokens
@@ -88,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, world_size="--ranks", num_tokens="--tokens")

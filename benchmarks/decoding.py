@@ -22,7 +22,7 @@ import tilewise as tw
 from tilewise.decoding.chunk import Chunk
 from tilewise.kernels.registry import kernel_for
 from tilewise.tiles.calls import KernelCall, Kind
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 
 WORLD, HEADS, KV_HEADS, WIDTH, STEPS = 4, 8, 2, 64, 200
 CASES = (([1024], "always"), ([1024], "never"), ([1024, 333, 50], "always"), ([16384], "always"))
@@ -122,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

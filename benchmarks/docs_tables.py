@@ -20,7 +20,7 @@ from benchmarks import planner_choices
 from benchmarks.study.__main__ import STUDIES
 from tilewise.integrations.diffusers.models import MODELS
 from tilewise.integrations.transformers import refusals
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, new_file, run_script
 
 ROOT = Path(__file__).parents[1]
 Record = dict[str, Any]
@@ -403,7 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--check", action="store_true", help="write nothing; exit 1 if a page is old"
     )
     parser.add_argument("--rows", type=Path, help="a file of rows that --keep wrote")
-    parser.add_argument("--keep", type=Path, help="write the rows here too")
+    parser.add_argument("--keep", type=new_file, help="write the rows here too")
     options = parser.parse_args(arguments)
     names = options.only.split(",")
     if unknown := [name for name in names if name not in TABLES]:
@@ -428,4 +428,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

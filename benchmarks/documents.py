@@ -22,7 +22,7 @@ from hypergraph import reference
 
 import tilewise as tw
 from tilewise_tools.mask_report.figures import Moved, moved
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, whole_number, whole_numbers
 
 KEPT = Path(__file__).parents[1] / "tests" / "strategies" / "documents_reference.json"
 TOKENS, HEADS, HEAD_DIM = 8192, 64, 128  # tokens of a rank
@@ -159,13 +159,13 @@ def references(ranks: list[int], seeds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", default="8,64,96")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--ranks", type=whole_numbers, default="8,64,96")
+    parser.add_argument("--seeds", type=whole_number, default=5)
     parser.add_argument("--no-mesh", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--reference", action="store_true")
     options = parser.parse_args()
-    ranks = [int(n) for n in options.ranks.split(",")]
+    ranks = options.ranks
     if options.reference:
         print(json.dumps(references(ranks, options.seeds), indent=0))
         return
@@ -181,4 +181,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

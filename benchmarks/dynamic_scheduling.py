@@ -27,7 +27,7 @@ import numpy as np
 import tilewise as tw
 from tilewise.masks.base import Mask
 from tilewise_tools.mask_report.figures import moved
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, whole_number
 
 RANKS, TOKENS, CAP = 64, 8192, 131072  # tokens of a rank; longest document
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -250,8 +250,8 @@ def rows(workload: str, batches: int, microbatches: int) -> Iterator[dict[str, A
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--batches", type=int, default=20)
-    parser.add_argument("--microbatches", type=int, default=1, help="of a global batch")
+    parser.add_argument("--batches", type=whole_number, default=20)
+    parser.add_argument("--microbatches", type=whole_number, default=1, help="of a global batch")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not options.json:
@@ -272,4 +272,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

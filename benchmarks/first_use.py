@@ -28,7 +28,7 @@ from tilewise.execution.call import Call
 from tilewise.execution.forward_backward import bound_code
 from tilewise.execution.prepare import prepare
 from tilewise.execution.resolve import resolve_once
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, some_of, whole_number, whole_numbers
 
 TOKENS_PER_RANK = 8192
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -129,16 +129,18 @@ def run(plan: tw.Plan, mask: tw.masks.Mask, layout: tw.Layout, rank: int) -> flo
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--ranks", default="8,64,256")
-    parser.add_argument("--masks", type=int, default=3, help="masks that the median is taken of")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--ranks", type=whole_numbers, default="8,64,256")
+    parser.add_argument(
+        "--masks", type=whole_number, default=3, help="of which the median is taken"
+    )
+    parser.add_argument("--strategies", type=some_of(STRATEGIES), default=",".join(STRATEGIES))
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     first_use("mesh", 8, 0)  # imports, and what torch makes once
     rows = []
-    for n in map(int, asked.ranks.split(",")):
-        for strategy in asked.strategies.split(","):
+    for n in asked.ranks:
+        for strategy in asked.strategies:
             runs = [first_use(strategy, n, seed) for seed in range(asked.masks)]
             extra = statistics.median(first - second for first, second in runs)
             rows.append(
@@ -160,4 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

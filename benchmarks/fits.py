@@ -30,7 +30,7 @@ from tilewise_tools.bench.environment import peak_bytes
 from tilewise_tools.fits.longest import memory_of
 from tilewise_tools.fits.model import checkpointed, decoder_layers, read_config
 from tilewise_tools.fits.setting import Setting
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, some_of, whole_number
 
 LENGTHS = (256, 512, 1024, 2048)
 TIMEOUT_SECONDS = 240.0
@@ -129,22 +129,26 @@ def rows(ranks: int, models: Sequence[str]) -> Iterator[tuple[str, ...]]:
             for num_tokens in LENGTHS:
                 said = memory_of(config, setting, num_tokens).peak.num_bytes
                 seen = measured_bytes(config, setting, num_tokens)
-                figures = f"{said / 1e6:.2f}", f"{seen / 1e6:.2f}", f"{said / seen - 1:+.2%}"
+                figures = (
+                    f"{said / 1e6:.2f}",
+                    f"{seen / 1e6:.2f}",
+                    f"{100 * (said / seen - 1):+.2f} %",
+                )
                 yield kind, "yes" if checkpointing else "no", str(num_tokens), *figures
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--ranks", type=whole_number, default=1)
+    parser.add_argument("--models", type=some_of(MODELS), default=",".join(MODELS))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     header = "model", "checkpointing", "tokens", "`tilewise fits`, MB", "measured, MB", "difference"
     sys.stdout.write("\n".join(lines_of(header, ())) + "\n")
-    for row in rows(options.ranks, options.models.split(",")):
+    for row in rows(options.ranks, options.models):
         sys.stdout.write(lines_of(header, [row])[-1] + "\n")
         sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, world_size="--ranks")

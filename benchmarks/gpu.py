@@ -32,7 +32,7 @@ from benchmarks.gpu_parts.clocks import Clocks
 from benchmarks.gpu_parts.runner import Runner
 from benchmarks.gpu_parts.summary import summary
 from benchmarks.kernel_table import from_benchmark, write
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, new_file, run_script
 
 BEFORE = 0.35  # of the time, at most, for what is not timed
 CORES = 16  # of the machine that estimates are for
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--part", choices=cases.PARTS, action="append", help="default: all")
-    parser.add_argument("--out", type=Path, help="where the rows go")
+    parser.add_argument("--out", type=new_file, help="where the rows go")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--plan", action="store_true", help="print the cases and leave")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="print its page")
@@ -144,4 +144,4 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

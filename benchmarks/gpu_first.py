@@ -31,7 +31,7 @@ from benchmarks.gpu_parts.runner import Runner
 from benchmarks.gpu_parts.sizes import FULL, GQA, MHA, SMALL, TINY, K
 from benchmarks.gpu_parts.summary import PASSES
 from benchmarks.gpu_parts.variants import VARIANTS
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, new_file, run_script
 
 SECONDS = 600.0  # in all
 STAMP = ("torch_version", "triton_version", "device_name", "commit")  # in every row
@@ -141,7 +141,7 @@ def _text(heads: tuple[int, int]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--after", action="store_true", help="kernels for Hopper, too")
-    parser.add_argument("--out", type=Path, help="where the rows go")
+    parser.add_argument("--out", type=new_file, help="where the rows go")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, interrupt)  # so that processes end
@@ -225,4 +225,4 @@ TABLES: tuple[tuple[str, str, list[str], list[str]], ...] = (
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -29,7 +29,7 @@ from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.reference import Reference
 from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.calls import KernelCall, Kind, Slice
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 
 KERNELS = ("cuda", "cudnn", "triton", "flash_attn_4")
 CPU_KERNELS = ("cpu", "reference")
@@ -288,7 +288,7 @@ def overlap(bench: Bench) -> None:
         for way, post in ways.items():
             found = hidden(bench.seconds, attend, post)
             times = f"{1e3 * found.sent:.2f} ms beside {1e3 * found.alone:.2f} ms"
-            print(f"  {name}, {way}: {times}, {found.share:.0%} hidden")
+            print(f"  {name}, {way}: {times}, {100 * found.share:.0f} % hidden")
 
 
 class Part(NamedTuple):
@@ -356,4 +356,4 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from benchmarks.gpu_smoke import main as imported  # so that processes find the functions
 
-    sys.exit(imported())
+    run_script(imported)

@@ -20,7 +20,7 @@ from mesh_optimum import optimum
 from tilewise.plan.payload import ShardWeights
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
 from tilewise.strategies.mesh_schedules.model import seconds_of, transfer_bytes
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, naming, run_script
 
 TILES = tuple((a, b) for a in (2, 3, 4) for b in range(2, 9))
 RATIOS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0, 16.0)
@@ -110,8 +110,10 @@ def main() -> None:
     parser.add_argument("--every", action="store_true", help="print every row, not only tiles")
     parser.add_argument("--json", action="store_true", help="every row as a line of JSON")
     given = parser.parse_args()
-    tiles = [(int(a), int(b)) for a, b in (tile.split("x") for tile in given.tiles.split(","))]
-    ratios = [float(ratio) for ratio in given.ratios.split(",")]
+    with naming("--tiles"):
+        tiles = [(int(a), int(b)) for a, b in (tile.split("x") for tile in given.tiles.split(","))]
+    with naming("--ratios"):
+        ratios = [float(ratio) for ratio in given.ratios.split(",")]
     if given.json:
         for row in table(tiles, ratios):
             print(json.dumps(row._asdict()), flush=True)
@@ -120,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -35,7 +35,7 @@ from benchmarks.peers import ringmaster_models
 from tilewise.integrations.transformers.check import refusal
 from tilewise.integrations.transformers.labels import is_masked
 from tilewise.integrations.transformers.refusals import MODELS
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 
 PAGE = Path(__file__).parents[1] / "docs" / "integrations" / "huggingface_models.md"
 RIGHT, OWN_LOSS, REFUSED, UNKNOWN = "exact", "exact, own loss", "refused", "not known"
@@ -335,4 +335,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tilewise as tw
 from tilewise.integrations import hf
 from tilewise.transport.processes import run_ranks
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, whole_number
 
 WAYS = ("sdpa", "tilewise")
 STEPS = 3
@@ -57,8 +57,8 @@ def measure(rank: int, way: str, num_tokens: int) -> Measured:
 def main(argv: list[str] | None = None) -> None:
     """Print a row for each number of tokens."""
     parser = Parser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="*", default=[1024, 4096])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=whole_number, nargs="*", default=[1024, 4096])
+    parser.add_argument("--rounds", type=whole_number, default=5)
     options = parser.parse_args(argv)
     print("tokens  sdpa ms  tilewise ms  ratio  sdpa MB  tilewise MB")
     for num_tokens in options.tokens:
@@ -78,4 +78,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

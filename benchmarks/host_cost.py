@@ -37,7 +37,7 @@ from tilewise.kernels import delta, merge, protocol, torch_flash, torch_sdpa
 from tilewise.kernels.protocol import Kernel, Scores
 from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.calls import KernelCall
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, whole_number
 
 ROWS, HEADS, WIDTH = 16, 2, 128  # of a shard; a real one takes as long to launch
 PLANS: Mapping[str, Callable[[], tw.Plan]] = MappingProxyType(
@@ -284,7 +284,7 @@ def main() -> None:
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kernel", choices=KERNELS, action="append", help="default: all")
     parser.add_argument("--plan", choices=PLANS, default="mesh(256, 16)")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=whole_number, default=20)
     parser.add_argument("--json", action="store_true", help="one line per row")
     given = parser.parse_args()
     if given.rounds < 2:
@@ -305,4 +305,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -29,7 +29,7 @@ from tilewise.integrations.transformers import state_rules
 from tilewise.transport.processes import gather_yields
 from tilewise_tools.bench.environment import environment, installed
 from tilewise_tools.lab import Lab
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 
 ROWS = Path(__file__).parent / "results" / "hybrid_layers.jsonl"
 HEADS, DIM, CHUNK = 4, 32, 64  # widths of keys, values and states
@@ -284,4 +284,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

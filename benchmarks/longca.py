@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tilewise_tools.bench.results import FORMAT
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, new_file, run_script
 
 Row = dict[str, Any]
 DISTRIBUTED = frozenset({"baseline", "masktype", "world_size", "wd", "mean_tflops"})
@@ -123,7 +123,7 @@ def _speed(tflops: float) -> Row:
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="CSV files of LongCA-bench")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="the rows, as .jsonl")
+    parser.add_argument("-o", "--output", type=new_file, required=True, help="the rows, as .jsonl")
     options = parser.parse_args()
     rows: list[Row] = []
     for path in options.files:
@@ -134,4 +134,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -18,7 +18,7 @@ from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.simulator import simulate_pass
 from tilewise.strategies.mesh_schedules.greedy import least_held
 from tilewise_tools.doctor import require
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, whole_number
 from tilewise_verify.palette import chart_style
 
 
@@ -67,10 +67,10 @@ def picture(path: str, table: list[Row], title: str) -> None:
 
 def main() -> None:
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=256)
-    parser.add_argument("--q-tile", type=int, default=8)
+    parser.add_argument("--ranks", type=whole_number, default=256)
+    parser.add_argument("--q-tile", type=whole_number, default=8)
     parser.add_argument("--machine", default="h100x8")
-    parser.add_argument("--num-tokens", type=int, default=1 << 20)
+    parser.add_argument("--num-tokens", type=whole_number, default=1 << 20)
     parser.add_argument("--heads", default="32:32", help="query heads : KV heads")
     parser.add_argument("--picture", metavar="PNG", help="draw the curve too")
     parser.add_argument("--json", action="store_true")
@@ -96,4 +96,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, world_size="--ranks", num_tokens="--num-tokens", q_tile="--q-tile")

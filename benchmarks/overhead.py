@@ -27,7 +27,7 @@ from tilewise.kernels.registry import kernel_for
 from tilewise.tiles.calls import KernelCall as KernelCall
 from tilewise.tiles.calls import Kind
 from tilewise.transport.protocol import Message
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 
 WORLD, TOKENS, HEADS, WIDTH, REPEATS = 64, 16, 4, 32, 200
 
@@ -115,4 +115,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -21,7 +21,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 
 STUDIES: MappingProxyType[str, Study] = MappingProxyType(
     {"volume": mesh_volume, "time": mesh_times, "grid": attention2d, "scaling": longca}
@@ -112,4 +112,4 @@ def _run(name: str) -> Paper:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

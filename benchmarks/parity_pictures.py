@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "img" / "parity"
 T, RANKS = 48, 4
@@ -49,4 +49,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

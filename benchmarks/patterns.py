@@ -18,7 +18,7 @@ from hypergraph import reference
 
 import tilewise as tw
 from tilewise_tools.mask_report.figures import Moved, moved
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, whole_number
 
 CHUNKS = 8  # of a rank, for the reference
 
@@ -66,9 +66,9 @@ def row(name: str, n: int, tokens: int, num_kv_heads: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--kv-heads", type=int, default=64)
+    parser.add_argument("--ranks", type=whole_number, default=16)
+    parser.add_argument("--tokens", type=whole_number, default=1024)
+    parser.add_argument("--kv-heads", type=whole_number, default=64)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = [row(m, options.ranks, options.tokens, options.kv_heads) for m in tw.masks.NAMES]
@@ -87,4 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, world_size="--ranks", num_tokens="--tokens", num_kv_heads="--kv-heads")

@@ -22,7 +22,7 @@ import numpy as np
 import tilewise as tw
 from tilewise.layouts.balanced import default_layout
 from tilewise.workload import LAYOUTS
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, new_file, run_script, some_of
 
 STORED = Path(__file__).parent / "cases" / "planner_choices.csv"
 
@@ -160,11 +160,12 @@ def line(case: Case, now: Choice, then: Choice) -> str:
 
 def main() -> int:
     parser = Parser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", help="numbers of cases, from 0, such as 0,5,23")
+    numbers = some_of(map(str, range(len(CASES))))
+    parser.add_argument("--only", type=numbers, help="numbers of cases, from 0, such as 0,5,23")
     parser.add_argument("--json", action="store_true", help="a line of JSON a case")
-    parser.add_argument("--write", type=Path, help="store the choices instead of comparing them")
+    parser.add_argument("--write", type=new_file, help="store the choices, compare none")
     args = parser.parse_args()
-    cases = [CASES[int(number)] for number in args.only.split(",")] if args.only else CASES
+    cases = [CASES[int(number)] for number in args.only] if args.only else CASES
     if args.write:
         write(args.write, cases)
         return 0
@@ -183,4 +184,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

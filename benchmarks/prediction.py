@@ -28,7 +28,7 @@ import tilewise as tw
 from tilewise.expressions import read_plan
 from tilewise.transport.processes import gather_yields
 from tilewise_tools.calibration.measure import calibrate_here, fitted, last, trials
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, some_of, whole_number, whole_numbers
 
 APART = 1.15
 """Measured times that differ by more count when orders are compared."""
@@ -179,7 +179,7 @@ def table(rows: list[Row]) -> Iterator[str]:
         error = predicted / measured - 1
         yield (
             f"{case:8} {n:2} {plan:30} {1e3 * predicted:7.1f} ms {1e3 * measured:6.1f} ms "
-            f"{100 * error:5.0f}%"
+            f"{100 * error:4.0f} %"
         )
 
 
@@ -190,18 +190,17 @@ def calibrated() -> tw.Machine:
 def main() -> None:
     parser = Parser()
     parser.add_argument("--machine", type=Path)
-    parser.add_argument("--ranks", default="2,4,8")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--cases", default=",".join(case.name for case in CASES))
+    parser.add_argument("--ranks", type=whole_numbers, default="2,4,8")
+    parser.add_argument("--repeats", type=whole_number, default=7)
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", type=some_of(names), default=",".join(names))
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     machine = tw.Machine.load(args.machine) if args.machine else calibrated()
-    cases = [case for case in CASES if case.name in args.cases.split(",")]
+    cases = [case for case in CASES if case.name in args.cases]
     rows = [
-        row
-        for n in map(int, args.ranks.split(","))
-        for row in measure(machine, n, cases, args.repeats, once=args.once)
+        row for n in args.ranks for row in measure(machine, n, cases, args.repeats, once=args.once)
     ]
     if args.json:
         print(json.dumps({"rows": [row._asdict() for row in rows], **summary(rows)}))
@@ -212,4 +211,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, new_file, run_script
 
 SIZE, SCALE = "1280,1375", "0.703125"  # of the window; the picture's pixels are their product
 DRAWN = "20000"  # milliseconds of the page's clock, by which its charts are drawn
@@ -25,7 +25,7 @@ SECTION, PARTS = r'<section id="(?:why|others)">.*?</section>', r"<nav .*?</nav>
 def main() -> None:
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("page", type=Path, metavar="HTML")
-    parser.add_argument("picture", type=Path, metavar="PNG")
+    parser.add_argument("picture", type=new_file, metavar="PNG")
     given = parser.parse_args()
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
@@ -46,4 +46,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

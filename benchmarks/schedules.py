@@ -37,7 +37,7 @@ from tilewise.batches.schedule import BatchStep
 from tilewise.integrations.data import pack
 from tilewise.layouts.layout import Run
 from tilewise_tools.mask_report.figures import moved
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, some_of, whole_number, whole_numbers
 
 MACHINE = tw.Machine.preset("h100x8")
 PARAMETERS = 8e9 / 32
@@ -215,17 +215,18 @@ def rows(mix: str, n: int, num_steps: int, seed: int = 0) -> Iterator[dict[str, 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--ranks", default="64,256")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--mixes", default=";".join(MIXES), help="separated by ;")
+    parser.add_argument("--ranks", type=whole_numbers, default="64,256")
+    parser.add_argument("--steps", type=whole_number, default=3)
+    mixes = {"type": some_of(MIXES, ";"), "default": ";".join(MIXES)}
+    parser.add_argument("--mixes", **mixes, help="separated by ;")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     next(stream([100], 8)).prepare(0)  # what torch makes once
     if not options.json:
         print("| documents | ranks | | ms a step | max / mean | MB mean, max | wasted | planning |")
         print("|---|---|---|---|---|---|---|---|")
-    for mix in options.mixes.split(";"):
-        for n in map(int, options.ranks.split(",")):
+    for mix in options.mixes:
+        for n in options.ranks:
             for one in rows(mix, n, options.steps):
                 if options.json:
                     print(json.dumps(one), flush=True)
@@ -240,4 +241,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

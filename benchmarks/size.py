@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
@@ -98,4 +98,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 import tilewise as tw
 from tilewise.compiler.code import Code
 from tilewise.execution.call import Call
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, whole_number
 
 LOOKS, WARM, GROWTH = 10, 2, 1.03
 KINDS = Call, tw.Plan, Code
@@ -98,8 +98,8 @@ def train(rank: int, port: int, options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--tokens", type=int, default=64, help="of all ranks")
+    parser.add_argument("--steps", type=whole_number, default=20_000)
+    parser.add_argument("--tokens", type=whole_number, default=64, help="of all ranks")
     parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4), help="of four heads")
     options = parser.parse_args()
     with socket.socket() as free:
@@ -109,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, world_size="--ranks", num_tokens="--tokens")

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 import tilewise as tw
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 from tilewise_tools.report.drawing import colour
 from tilewise_tools.report.timeline import LANE_NAMES, LANES, OWN, timeline
 from tilewise_tools.report.words import in_words, quantity
@@ -205,4 +205,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 from benchmarks.docs_tables import lines_of, replaced
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/versions.md")
@@ -55,4 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Message, TeamMessages
 from tilewise_tools.lab.lab import Lab
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, whole_number
 
 Way = Callable[[DistTransport, Tensor, Tensor, list[int]], None]
 
@@ -89,10 +89,12 @@ def measure(rank: int, kib: list[int], repeats: int) -> dict[tuple[int, str], li
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--hosts", type=int, default=8)
+    parser.add_argument("--hosts", type=whole_number, default=8)
     parser.add_argument("--mbit", type=float, default=50)
-    parser.add_argument("--kib", type=int, nargs="*", default=[16, 32, 64, 128, 512], help="a peer")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--kib", type=whole_number, nargs="*", default=[16, 32, 64, 128, 512], help="a peer"
+    )
+    parser.add_argument("--repeats", type=whole_number, default=5)
     options = parser.parse_args()
     with Lab(hosts=options.hosts, mbit=options.mbit) as lab:
         found = lab.run(measure, options.kib, options.repeats, timeout_seconds=600)[0]
@@ -109,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -22,7 +22,7 @@ import numpy as np
 import tilewise as tw
 from tilewise_tools.doctor import require
 from tilewise_tools.mask_report.figures import moved
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, whole_numbers
 from tilewise_verify.palette import chart_style, rank_colours
 
 RANKS = (8, 16, 32, 48, 64, 96, 128, 256)
@@ -140,7 +140,7 @@ def main() -> None:
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--causal", action="store_true", help="the table (the default)")
     parser.add_argument("--picture", metavar="PNG", help="draw who computes what instead")
-    parser.add_argument("--ranks", default=",".join(map(str, RANKS)))
+    parser.add_argument("--ranks", type=whole_numbers, default=",".join(map(str, RANKS)))
     parser.add_argument("--no-pruned", action="store_true", help="skip the pruned meshes")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -149,11 +149,11 @@ def main() -> None:
         return
     if not given.json:
         print("ranks  heads  pass       mean   sent  received  pruned   area  steps  seconds")
-    for n in map(int, given.ranks.split(",")):
+    for n in given.ranks:
         for heads in HEADS:
             for row in rows(n, *heads, prune=not given.no_pruned):
                 print(json.dumps(row._asdict()) if given.json else line(row), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

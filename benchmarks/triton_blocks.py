@@ -20,7 +20,7 @@ import torch
 from tilewise.kernels.triton.kernel import TritonSlices
 from tilewise.kernels.triton.tuning import LaunchBlocks, Tuning, tuning_for
 from tilewise.tiles.calls import KernelCall, Kind
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 
 KINDS = {"full": Kind.FULL, "causal": Kind.CAUSAL}
 # By head_dim: of blocks of rows (forward and dq), and of blocks of keys.
@@ -125,4 +125,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main, num_tokens="--tokens")

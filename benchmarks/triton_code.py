@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -34,7 +33,7 @@ from tilewise.kernels.triton.tuning import (
 )
 from tilewise.kernels.triton.views import TensorView
 from tilewise.kernels.triton.work_list import UNIT
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALIGNED = [["tt.divisibility", 16]]
@@ -360,4 +359,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import tilewise as tw
 from benchmarks.peers import contenders
 from benchmarks.peers.more import LucidRing, Ringmaster
 from tilewise_tools.bench.case import BenchCase, LabNetwork
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, new_file, run_script
 
 RANKS, NUM_TOKENS, HEADS, KV_HEADS, DIM = 4, 128, 4, 2, 16
 MASKS = {
@@ -101,7 +100,7 @@ def row(peer: Any, mask: str, dtype: str) -> dict[str, str]:
 def main() -> None:
     options = Parser(description=(__doc__ or "").partition("\n")[0])
     options.add_argument("--library", default="", help="only those with this in their name")
-    options.add_argument("--output", type=Path, help="write the rows as JSON to this file")
+    options.add_argument("--output", type=new_file, help="write the rows as JSON to this file")
     given = options.parse_args()
     rings = Ringmaster(), Ringmaster("alltoall"), LucidRing()
     peers = [*(p for p in contenders() if p.name != rings[0].name), *rings]
@@ -117,4 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

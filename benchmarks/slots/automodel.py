@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilewise.integrations import automodel
 from tilewise.transport.processes import run_ranks
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 
 RANKS, BATCH = 2, 2
 LENGTHS = (22, 13, 22)
@@ -134,4 +134,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

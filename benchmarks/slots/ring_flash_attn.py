@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.slots import stand_ins
 from tilewise.compat import ring_flash_attn
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script, whole_number
 
 LEFT_OUT = ("test_triton_kernels.py",)
 BOUNDS = {"bfloat16": 0.035, "float32": 2e-5}
@@ -37,7 +37,7 @@ LINE = re.compile(r"\[(\d+)\] max ([^,]+), mean")
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("clone", type=Path)
-    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--processes", type=whole_number, default=8)
     parser.add_argument("--dtype", choices=tuple(BOUNDS), default="bfloat16")
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -109,4 +109,4 @@ def _run(file: Path, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.slots import stand_ins
 from tilewise.compat import ring_flash_attn
 from tilewise.transport.processes import run_ranks
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 
 RANKS = 2
 LENGTHS = (5, 12, 8)
@@ -190,4 +190,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.transport.processes import run_ranks
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "torchtitan.md"
 RANKS, BATCH = 2, 2
@@ -177,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -28,7 +28,7 @@ from torch import Tensor
 import tilewise as tw
 from benchmarks.slots import stand_ins
 from tilewise.integrations.transformer_engine import DotProductAttention
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, run_script
 
 TOKENS, WIDTH, WINDOW = 32, 32, 64
 """Tokens of a sequence, by how much widths are divided, and windows (with a rest of 1 at least)."""
@@ -315,4 +315,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

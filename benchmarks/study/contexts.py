@@ -298,8 +298,9 @@ def _table(
         "a device of allowed pairs (4 head_dim a pair and head forward, 10 backward): mean of the "
         "draws, least, quantiles 0.2, 0.5 and 0.8, most. Waiting of the rank that waits longest, "
         "both passes. Memory of rank 0, first draw. 0.8 over 0.2: of forward's quantiles, how far "
-        f"draws are apart. Documents: {documents} with {MIX:.0%} of the tokens in documents of 8K "
-        "to 30K, on tw.zigzag_documents; other masks on zigzag; tiled on its own layout."
+        f"draws are apart. Documents: {documents} with {100 * MIX:.0f} % of the tokens in "
+        "documents of 8K to 30K, on tw.zigzag_documents; other masks on zigzag; tiled on its own "
+        "layout."
     )
     title = f"{mask.replace('_', ' ').capitalize()}: methods by devices"
     charts = [Chart("devices", f"{x} median", "method") for x in ("forward", "backward")]

@@ -60,10 +60,11 @@ def stress(
         f"{n} devices, {TOKENS >> 10}K tokens, causal, zigzag, {work.num_heads}:"
         f"{work.num_kv_heads} heads of {work.head_dim}, on {machine.name}, both passes. A slow "
         f"rank: kernels of one take {SLOWNESS} times as long. Jitter: each kernel and message "
-        f"takes longer by {JITTER:.0%} on average, exponentially, seed {machine.seed}. Short "
-        f"messages: each keeps its link busy as much longer as {HALF_BYTES >> 20} MiB take on a "
-        "NIC, which halves the bandwidth of one of this size. Times longer than undisturbed, and "
-        f"how much faster than a ring that is disturbed alike. Undisturbed: {EXPLAINED}"
+        f"takes longer by {100 * JITTER:.0f} % on average, exponentially, seed {machine.seed}. "
+        f"Short messages: each keeps its link busy as much longer as {HALF_BYTES >> 20} MiB "
+        "take on a NIC, which halves the bandwidth of one of this size. Times longer than "
+        f"undisturbed, and how much faster than a ring that is disturbed alike. Undisturbed: "
+        f"{EXPLAINED}"
     )
     figures = tuple(
         bar_chart(

@@ -35,7 +35,7 @@ class Extra(NamedTuple):
 
 EXTRAS = (
     Extra("report", "plotly", "pages of tilewise report"),
-    Extra("report", "matplotlib", "PNG files of masks: tilewise mask --png"),
+    Extra("report", "matplotlib", "PNG files: --png of tilewise mask, report and bench"),
     Extra("partition", "mtkahypar", "hypergraph partitioning, to compare plans with"),
     Extra("solver", "ortools", "optimal mesh schedules, to compare plans with"),
     Extra("hf", "transformers", "Hugging Face models"),
@@ -117,7 +117,8 @@ def _build() -> str:
 
 
 def _devices() -> list[Component]:
-    components = [Component("device", "cpu", True, f"{torch.get_num_threads()} threads")]
+    threads = torch.get_num_threads()
+    components = [Component("device", "cpu", True, f"{threads} thread{'s' * (threads > 1)}")]
     if torch.cuda.is_available():
         return components + [
             Component("device", f"cuda:{i}", True, _gpu(torch.cuda.get_device_properties(i)))

@@ -131,8 +131,8 @@ gqa_shifted | foreign_heads | {{foreign_heads}}
 shard_only | cut !silent_rows !values_differ | {MISSED}, {{cut}}
 shard_skipped | skipped !silent_rows !values_differ | {MISSED}, {{skipped}}
 padding_attended | padding_keys extra | {EXTRA}, on {{padding_keys}} keys that no query may see
-padding_attended | lost !differing !empty_heads | {{lost:.1%}} of weight is on rows that are none \
-    of the sequence's
+padding_attended | lost !differing !empty_heads | {{lost:.1f}} % of weight is on rows that are \
+    none of the sequence's
 documents_ignored | other_documents | {EXTRA}; {{other_documents}}
 window_ignored | other_window extra | {EXTRA}; {{other_window}}
 window_ignored | other_window !extra | {MISSED}; {{other_window}}
@@ -164,8 +164,8 @@ positions_wrong | values_move values_differ projected !differing | weights diffe
 unknown | merged | weights are right within every shard of keys, but not between shards: partial \
     results are merged by wrong log-sum-exps
 unknown | own_shard | weights are right but for the keys of a query's own shard
-unknown | shrunk | weights of every query sum to {{shrunk:.1%}} less than they should
-unknown | values_differ | weights differ by up to {{values_differ:.1%}}
+unknown | shrunk | weights of every query sum to {{shrunk:.1f}} % less than they should
+unknown | values_differ | weights differ by up to {{values_differ:.3g}} times
 unknown | undiagnosed | {{undiagnosed}}
 unknown | unread | its outputs or gradients deviate, and no attention in it was read that differs
 unknown | uncounted | {{uncounted}}

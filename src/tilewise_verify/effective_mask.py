@@ -103,6 +103,7 @@ class EffectiveMask:
         pairs = [f"{count:,}" for count in self.allowed.sum((1, 2)).tolist()]
         pair_counts = pairs[0] if len(set(pairs)) == 1 else ", ".join(pairs)
         lost_weight = 1 - self.weights.sum(-1)[self.allowed.any(-1)]
+        lost_percent = 100 * float(lost_weight.mean()) if len(lost_weight) else 0.0
         gradients = "not read: not differentiable" if self._gradients is None else "as they must be"
         if self._gradients:
             gradients = ", ".join(f"{name} {text}" for name, text in self._gradients.items())
@@ -110,7 +111,7 @@ class EffectiveMask:
         lines = [
             f"{n} tokens, {num_heads} query heads on {self._probe.k.shape[1]} KV heads",
             f"pairs attended by head: {pair_counts} of {n * n:,}",
-            f"weight lost: {float(lost_weight.mean()) if len(lost_weight) else 0:.2%} on average",
+            f"weight lost: {lost_percent:.2f} % on average",
             f"scale: {scales}, asked {self.softmax_scale:.4g}",
             f"softcap: {self.softcap and round(self.softcap, 2)}",
             f"sink: {_shown_sink(self.sink)}",
@@ -195,7 +196,9 @@ class EffectiveMask:
         if wanted_sinks is None:
             heads = [h for h, x in enumerate(read_sinks) if x > -math.inf]
             lost_weight = float((1 - self.weights.sum(-1)[self.allowed.any(-1)]).mean())
-            count_text = f"{len(heads)} of {len(read_sinks)} heads lose {lost_weight:.2%} of weight"
+            count_text = (
+                f"{len(heads)} of {len(read_sinks)} heads lose {100 * lost_weight:.2f} % of weight"
+            )
             count_text += " to a sink of about"
             return {"added_sink": f"{count_text} {_shown_sink(read_sinks)}"} if heads else {}
         # A sink far below all scores takes nothing, and cannot be read.

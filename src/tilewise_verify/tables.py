@@ -113,8 +113,9 @@ def _dropped(want: Array, got: Array, in_both: Array, tolerance: float) -> dict[
     if not is_uniform or factor < LEAST_DROPPED or abs((1 - 1 / factor) - share) > NEAR_DROPPED:
         return {}
     return {
-        "dropped": f"{share:.1%} of weights are left out, and the others are {factor:.4g} times "
-        "what is right, as dropout with other random numbers makes them; compare with dropout off"
+        "dropped": f"{100 * share:.1f} % of weights are left out, and the others are {factor:.4g} "
+        "times what is right, as dropout with other random numbers makes them; compare with "
+        "dropout off"
     }
 
 
@@ -231,10 +232,11 @@ def _sums(want: Array, got: Array, in_both: Array, tolerance: float) -> dict[str
     if not len(excess) or abs(excess.mean()) <= tolerance / 8:
         return {}
     if len(excess) > 1 and np.ptp(sums / right_sums) <= tolerance:
-        return {"shrunk": float(-excess.mean())}
+        return {"shrunk": float(-100 * excess.mean())}
     if right_sums.min() < 1 - tolerance:
-        return {"other_sink": f"{1 - sums.mean():.2%} of weight, not {1 - right_sums.mean():.2%}"}
-    return {"lost": float(-excess.mean())}
+        lost, right_lost = (100 * (1 - x.mean()) for x in (sums, right_sums))
+        return {"other_sink": f"{lost:.2f} % of weight, not {right_lost:.2f} %"}
+    return {"lost": float(-100 * excess.mean())}
 
 
 def _values(

@@ -225,8 +225,8 @@ def test_a_node_partly_full_does_not_end_the_search_early():
     ("times", "said"),
     (
         (1.0, "Just as long as ring: it "),
-        (1.00329, "0.329% longer than ring: it "),
-        (1.9999, "100% longer than ring: it "),
+        (1.00329, "0.329 % longer than ring: it "),
+        (1.9999, "100 % longer than ring: it "),
         (2.5, "2.5 times as long as ring: it "),
         (1234.5, "1,234 times as long as ring: it "),
     ),
@@ -288,7 +288,7 @@ def test_ties_are_called_ties_and_the_simplest_comes_first():
     work, cluster = workload(8, num_kv_heads=8, save=None), machine(1e12, 1e9)
     found = tw.search(work, cluster, world_size=8)
     assert found[1].seconds <= TIE * found[0].seconds
-    assert "A tie, within 0.3%" in found[0].reason and found[1].strategy in found[0].reason
+    assert "A tie, within 0.3 %" in found[0].reason and found[1].strategy in found[0].reason
 
 
 def test_a_reason_names_slower_kernels_where_waiting_is_not_what_costs():
@@ -296,12 +296,12 @@ def test_a_reason_names_slower_kernels_where_waiting_is_not_what_costs():
     row = best._replace(strategy="ring", seconds=1.475, exposed_seconds=4e-4)
     said = reason(row, (best, row), 1.475)
     assert said == (
-        "47.5% longer than mesh: it computes 1.47 s against 999 ms in smaller and slower kernel "
+        "47.5 % longer than mesh: it computes 1.47 s against 999 ms in smaller and slower kernel "
         "calls, and waits 400 µs against 1 ms."
     )
     copies = row._replace(overhead_seconds=0.45)
     assert reason(copies, (best, copies), 1.475) == (
-        "47.5% longer than mesh: it copies and merges for 450 ms against 0 µs, and waits 400 µs "
+        "47.5 % longer than mesh: it copies and merges for 450 ms against 0 µs, and waits 400 µs "
         "against 1 ms."
     )
     nearly = row._replace(seconds=2000.0, exposed_seconds=0.99996e-3)  # neither 2e+03 nor 1e+03
@@ -310,7 +310,7 @@ def test_a_reason_names_slower_kernels_where_waiting_is_not_what_costs():
         "against 1 ms."
     )
     first = reason(copies, [copies], None)
-    assert first.endswith("for messages, and copies and merges for 450 ms (30.5%).")
+    assert first.endswith("for messages, and copies and merges for 450 ms (30.5 %).")
 
 
 @pytest.mark.parametrize("mask", (tw.Full(), tw.Causal()), ids=repr)

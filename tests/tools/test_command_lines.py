@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import tilewise as tw
 from benchmarks.masks import app as masks_app
 from benchmarks.study.__main__ import app as study_app
 from tilewise_tools.cli import app
-from tilewise_tools.naming import Parser
+from tilewise_tools.naming import Parser, new_file, run_script, whole_number
 
 CODE = """
 import tilewise as tw
@@ -191,6 +192,8 @@ BAD = (
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    # words of progress, which a busy machine would print
+    monkeypatch.setattr("tilewise_tools.cli.output.PATIENCE", 1000.0)
     monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another test's folder
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mine.py").write_text(CODE)
@@ -239,6 +242,64 @@ def test_scripts_of_benchmarks_refuse_words_in_one_line(
     assert ended.value.code == 2
     assert said.startswith("tiled.py: ") and said.endswith("; see tiled.py -h\n")
     assert words.split()[0] in said and said.count("\n") == 1
+
+
+def refused_by_library():
+    raise ValueError("num_tokens (3) must be a multiple\nof world_size (2)")
+
+
+def missing_file():
+    Path("nowhere.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("main", "said"),
+    (
+        (refused_by_library, "--tokens (3) must be a multiple of --ranks (2); see tiled.py -h\n"),
+        (missing_file, "nowhere.csv: No such file or directory; see tiled.py -h\n"),
+    ),
+)
+def test_scripts_of_benchmarks_refuse_what_the_library_refuses_in_one_line(
+    main: Callable[[], None],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr("sys.argv", ["benchmarks/tiled.py"])
+    with pytest.raises(SystemExit) as ended:
+        run_script(main, world_size="--ranks", num_tokens="--tokens")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"tiled.py: {said}"
+    assert left_behind(folder) == set()
+
+
+def test_a_script_ends_with_the_code_that_it_returns():
+    for code, main in ((0, lambda: None), (3, lambda: 3)):
+        with pytest.raises(SystemExit) as ended:
+            run_script(main)
+        assert ended.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad", "words"),
+    (
+        (whole_number, "0", "4096, 128K or 1M"),
+        (whole_number, "2.5K", "4096, 128K or 1M"),
+        (new_file, "nowhere/rows.json", "nowhere is no folder"),
+        (new_file, ".", "is a folder"),
+    ),
+)
+def test_options_of_scripts_say_what_would_work(
+    kind: Callable[[str], object], bad: str, words: str, capsys: pytest.CaptureFixture[str]
+):
+    parser = Parser(prog="tiled.py")
+    parser.add_argument("--num", type=kind)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--num", bad])
+    said = capsys.readouterr().err
+    assert "--num" in said and words in said and said.count("\n") == 1
+    assert whole_number("2K") == 2048 and new_file("rows.json") == Path("rows.json")
 
 
 @pytest.mark.parametrize("app_of_one", (masks_app, study_app))

@@ -133,7 +133,7 @@ def test_the_command_says_the_same(config: Any, tmp_path: Path):
     assert found["fits"] and sum(x["num_bytes"] for x in found["parts"]) == found["peak_bytes"]
     shown = fits(tmp_path / "config.json", *words, "--num-tokens", "2K")
     assert shown.exit_code == 0 and "2,048 tokens (cp 1, dp 1): does not fit" in shown.stdout
-    assert "4 layers x 2,048 rows x 17,416.0 B" in shown.stdout
+    assert "4 layers x 2,048 rows x 17,416 B" in shown.stdout
     nothing = fits(tmp_path, *words[:2], "--memory", "1MB")
     assert nothing.exit_code == 0 and nothing.stdout.startswith("nothing fits")
 

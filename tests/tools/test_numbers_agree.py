@@ -24,6 +24,7 @@ from tilewise_tools.report.bench_report import read_rows
 from tilewise_tools.report.page import Figure, Page, TextTable
 from tilewise_tools.report.plan_charts import BUSY
 from tilewise_tools.report.plan_report import page_of, subject_of
+from tilewise_tools.report.studies import Studies
 from tilewise_tools.report.words import quantity, short
 
 MASKS = {
@@ -114,6 +115,18 @@ def test_a_plan_has_one_time_in_charts_table_and_head(planned: tuple[Path, Page]
     assert f"a ring takes {ranked['ring(8)'][0]}" in {fact.note for fact in page.facts}
 
 
+def test_a_strategy_of_which_the_search_simulated_a_sample_has_that_time_on_the_page():
+    work, machine = tw.Workload(1 << 18, 8, 8, 64, mask=tw.Causal()), tw.Machine.preset("h100x8")
+    best = tw.search(work, machine, world_size=32)[0]
+    rows = {row.plan: row for row in best.rows if row.plan == row.backward_plan}
+    studies = Studies(best.own_work, machine, world_size=32, rows=rows)
+    entry = studies.best("ring", 32)
+    assert entry is not None
+    row, simulation = rows[entry.plan.name], entry.simulation
+    assert simulation.seconds == pytest.approx(row.seconds, rel=1e-9)
+    assert tw.simulate(entry.plan, simulation.work, machine).seconds != simulation.seconds
+
+
 def test_the_first_line_of_a_plans_table_is_its_card(planned: tuple[Path, Page]):
     _, page = planned
     (table,) = (section.table for section in page.sections if section.name == "why")
@@ -180,7 +193,7 @@ def test_the_page_of_a_run_says_what_its_lines_and_json_say(
     assert facts(page)["step"] == quantity(said["seconds"], "s")
     drawn = figure(page, "parts")
     for part, name in PARTS.items():
-        share = f"{explanation.parts[part] / explanation.seconds:.0%}"
+        share = f"{100 * explanation.parts[part] / explanation.seconds:.0f} %"
         assert facts(page)[name] == share
         assert said["parts"][part] == pytest.approx(explanation.parts[part])
         assert column(drawn.rows, name) == [quantity(x, "s") for x in bars(drawn)[name]]

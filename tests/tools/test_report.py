@@ -11,12 +11,12 @@ from support.report_pages import MACHINE, chart, subject
 
 import tilewise as tw
 from tilewise_tools.report import plan_charts
-from tilewise_tools.report.drawing import log_axis
+from tilewise_tools.report.drawing import Series, axis, bars, log_axis
 from tilewise_tools.report.page import Figure, Page, written
 from tilewise_tools.report.plan_report import page_of
 from tilewise_tools.report.studies import Studies, StudyEntry
 from tilewise_tools.report.timeline import timeline
-from tilewise_tools.report.words import count, in_words, mask_words, quantity, times
+from tilewise_tools.report.words import count, in_words, mask_words, quantity, short, times
 
 VOID = {"meta", "link", "img", "br"}
 
@@ -42,6 +42,22 @@ def test_numbers_have_three_digits_and_a_prefix():
     assert quantity(float("nan"), "s") == "–"  # noqa: RUF001 - the dash that is shown
     assert [count(n) for n in (1 << 20, 4096, 1000, 1536)] == ["1M", "4K", "1,000", "1.5K"]
     assert times(2.345)[:-1] == "2.35"
+    assert [quantity(x, "x") for x in (0.5, 12.0)] == ["0.5x", "12x"]
+    assert quantity(12.34, "%") == "12.3 %"
+
+
+def test_a_plan_for_a_mask_is_named_without_the_mask():
+    mask = tw.masks.causal_document([0, 3, 40, 128])
+    plan = tw.needed(mask, tw.Workload(128, 8, 8, 8, mask=mask).layout_for(4).owned)
+    assert short(plan.name) == "needed(the mask)" and in_words(plan.name) == "needed"
+    assert short(f"ulysses(2, inner={plan.name})") == "ulysses(2, inner=needed(the mask))"
+
+
+@pytest.mark.parametrize("longest", (0.0013, 7.0, 9.99e9))
+def test_bars_have_few_ticks_with_units(longest: float):
+    words = bars(axis("time", "s"), "s", [Series("a", ["x"], [longest], [""], 0)]).layout["xaxis"]
+    assert 3 <= len(words["tickvals"]) <= 8 and len({*words["ticktext"]}) == len(words["ticktext"])
+    assert words["ticktext"][0] == "0 s" and words["tickvals"][-1] <= words["range"][1]
 
 
 @pytest.mark.parametrize("values", [[1.0], [0.98, 1.0], [0.3, 0.9], [1e-6, 40.0], [0.0, 2.0]])

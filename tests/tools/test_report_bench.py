@@ -20,6 +20,7 @@ from tilewise_tools.report.bench_cases import cases, described, facets, slowdown
 from tilewise_tools.report.bench_charts import (
     memory,
     predictions,
+    row_table,
     speeds,
     support,
     verdict,
@@ -103,7 +104,7 @@ def test_more_contenders_than_colours_are_told_apart():
     assert len(set(filled)) == 17
     labels = drawing.layout["annotations"]
     assert {label["text"] for label in labels} == {f"c{i}" for i in numbers}
-    shifts = sorted(label["yshift"] for label in labels)
+    shifts = sorted(label["ay"] for label in labels)
     assert all(b - a >= 16 for a, b in pairwise(shifts))
 
 
@@ -139,8 +140,9 @@ def test_speeds_are_compared_within_a_mask_and_memory_within_a_case():
     figure = speeds("kernels", cases(rows), colours)
     assert figure is not None
     cells = grid_of(figure)
-    assert cells["causal", "a"] == ("fastest, or within 5 %", "2 GFLOP/s")
-    assert cells["causal", "b"] == ("up to 3 times slower", "1 GFLOP/s")
+    assert cells["causal", "a"] == ("fastest, or within 5 %", "2")
+    assert cells["causal", "b"] == ("up to 3 times slower", "1")
+    assert "In GFLOP/s of a device" in figure.caption
     assert cells["full", "b"] == ("", "") and ("causal", "c") not in cells
 
     figure = memory(rows, colours)
@@ -148,6 +150,49 @@ def test_speeds_are_compared_within_a_mask_and_memory_within_a_case():
     assert list(bars_of(figure).items()) == [("b", {"b": 200}), ("a", {"a": 300})]
     assert "planned 190 B" in chart(figure).data[0]["hovertext"][0]
     assert memory([row("a")], colours) is speeds("kernels", cases([row("a")]), colours) is None
+
+
+def test_speed_per_mask_ranks_as_time_does_whatever_the_slowest_rank_had_to_do():
+    # tflops is of the slowest rank's own share, which differs between strategies
+    shared = {"world_size": 4, "kind": "strategies"}
+    rows = [
+        row("even", median_seconds=1.0, tflops=1e-3, total_tflops=8e-3, **shared),
+        row("uneven", median_seconds=2.0, tflops=3e-3, total_tflops=4e-3, **shared),
+    ]
+    figure = speeds("strategies", cases(rows), {"even": 0, "uneven": 1})
+    assert figure is not None and figure.rows is not None
+    cells = grid_of(figure)
+    assert (cells["causal", "even"][1], cells["causal", "uneven"][1]) == ("2", "1")
+    place = figure.rows.header.index("speed of a device")
+    assert [line[place] for line in figure.rows.rows] == ["2 GFLOP/s", "1 GFLOP/s"]
+
+
+def test_wrong_results_do_not_win():
+    rows = [
+        row("right", median_seconds=2.0),
+        row("wrong", median_seconds=1.0, is_exact=False, library="other"),
+    ]
+    (line,) = winners({"kernels": cases(rows)}).rows
+    assert line[2:6] == ("right", "1", "", "")
+    assert slowdowns(cases(rows)) == {"wrong": [0.5], "right": [1.0]}
+
+
+def test_a_tie_has_figures_in_every_case():
+    rows = [
+        row(who, mask, num_tokens=n, median_seconds=seconds)
+        for mask in ("full", "causal")
+        for n in (1024, 2048)
+        for who, seconds in (("best", 1.0), ("all", 1.01))
+    ]
+    rows.append(row("once", "full", median_seconds=1.02, library="other"))
+    said = verdict({"kernels": cases(rows)})
+    assert "a tie with all (within 5 %)" in said
+    assert "once, takes 1.02" in said and "in 1 of the cases" in said
+
+
+def test_each_row_says_its_heads():
+    table = row_table([row("a", num_heads=32, num_kv_heads=8)])
+    assert table.rows[0][table.header.index("heads q:kv")] == "32:8"
 
 
 def test_rows_of_other_blocks_are_other_cases():

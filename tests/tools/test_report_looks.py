@@ -3,9 +3,11 @@
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure as Canvas
 from support.report_pages import MACHINE, chart, many_rows, row, subject, write_rows
 
 import tilewise as tw
@@ -14,6 +16,7 @@ from tilewise_tools.report.bench_report import read_rows
 from tilewise_tools.report.drawing import Cells, Drawing
 from tilewise_tools.report.page import Fact, Figure, Page, Section, TextTable, written
 from tilewise_tools.report.plan_report import page_of, subject_of
+from tilewise_tools.report.png import draw, write_pngs
 from tilewise_tools.report.timeline import CLASSES, classes
 from tilewise_verify.palette import RAMP, contrast
 from tilewise_verify.pictures import drawn as pairs_drawn
@@ -37,7 +40,7 @@ class Holders(HTMLParser):
             self.held.append((tag, self.open[-1]))
         if tag == "td" and words.get("style"):
             self.styles.append(words["style"] or "")
-        if tag not in ("meta", "link", "br", "img", "rect", "path"):
+        if tag not in ("meta", "link", "br", "wbr", "img", "rect", "path"):
             self.open.append(f"{tag}.{words.get('class') or ''}")
         self.order.append(self.open[-1] if self.open else tag)
 
@@ -65,6 +68,46 @@ def plan() -> Page:
 
 def figures(page: Page) -> list[Figure]:
     return [x for section in page.sections for x in (*section.figures, *section.more)]
+
+
+def test_each_chart_of_a_page_becomes_a_picture(bench: Page, plan: Page, tmp_path: Path):
+    for page in (bench, plan):
+        shown = [x for section in page.sections for x in section.figures]
+        paths = write_pngs(page, tmp_path / page.kind[:5])
+        assert [path.name for path in paths] == [f"{figure.name}.png" for figure in shown]
+        assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_a_picture_shows_the_numbers_and_words_of_its_chart(plan: Page):
+    (figure,) = (x for x in figures(plan) if x.name == "seconds")
+    assert isinstance(figure.drawing, Drawing)
+    axes = Canvas().subplots()
+    draw(axes, figure.drawing)
+    *drawn, totals = figure.drawing.data
+    widths = [width for trace in drawn for width in trace["x"]]
+    patches: list[Any] = list(axes.patches)
+    assert [patch.get_width() for patch in patches] == pytest.approx(widths)
+    assert [text.get_text() for text in axes.texts] == totals["text"]
+    ticks = [tick.get_text() for tick in axes.get_xticklabels()]
+    assert ticks == list(figure.drawing.layout["xaxis"]["ticktext"])
+
+
+def test_options_and_names_break_where_they_can_be_read_on():
+    table = TextTable(("options", ""), (("--cp-comm-type a2a+p2p --seq-length 8", "x"),))
+    cells = Cells(("ring_moves_q",), ("block_sparse",), (("good", RAMP[0]),), [[(0, "1", "n")]])
+    sections = (
+        Section("others", "Others", table=table),
+        Section("cells", "Cells", figures=(Figure("c", "Cells", "What.", cells),)),
+    )
+    html = written(Page("kind", "Title", "lead", (), sections))
+    assert '<span class="whole">--cp-comm-type</span> a2a+p2p' in html
+    assert "<th>ring_<wbr>moves_<wbr>q</th>" in html and "<th>block_<wbr>sparse</th>" in html
+
+
+def test_a_table_without_a_header_has_no_empty_line_and_a_page_without_parts_no_menu():
+    section = Section("lines", "In short", table=TextTable(("", ""), (("step", "1 s"),)))
+    assert "<thead>" not in written(Page("kind", "Title", "lead", (), (section,)))
+    assert "<nav" not in written(Page("kind", "Title", "lead", (), ()))
 
 
 def test_a_page_without_charts_is_small_and_has_no_script():

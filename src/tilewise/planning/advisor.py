@@ -510,8 +510,8 @@ def _lost(setting: Setting, best: Cost, num_tokens: int, ranks: int) -> Iterator
     padding = split.num_tokens - num_tokens
     if padding:
         yield (
-            f"{padding} tokens of padding ({padding / num_tokens:.2%}), up to a multiple that "
-            f"{split.ranks} ranks can share"
+            f"{padding} tokens of padding ({100 * padding / num_tokens:.2f} %), up to a multiple "
+            f"that {split.ranks} ranks can share"
         )
     if setting.seconds > TIE * best.seconds:
         why = reason(setting.cost, (best, setting.cost), None)
@@ -523,6 +523,6 @@ def _verdict(setting: Setting | None, best: Cost, ranks: int) -> str:
         return f"None of its settings runs this model on {ranks} devices, or on part of them."
     ratio = setting.seconds / best.seconds
     if ratio > AS_GOOD:
-        return f"The best plan of ours takes {1 - 1 / ratio:.1%} less time."
+        return f"The best plan of ours takes {100 * (1 - 1 / ratio):.1f} % less time."
     subject = "Your own Ulysses" if setting.split.degree > 1 else "Your own setting"
     return f"{subject} ({setting.scheme}) is as good as anything of ours here: stay with it."

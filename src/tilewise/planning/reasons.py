@@ -43,20 +43,22 @@ def reason(row: ComparedFigures, rows: Sequence[ComparedFigures], ring: float | 
     if row is not best and row != best:
         longer = _longer(row.seconds / best.seconds, best.strategy)
         return f"{longer[0].upper()}{longer[1:]}: it {_against(row, best)}."
+    waiting, overhead = (
+        f"{_time(seconds)} ({100 * seconds / row.seconds:.1f} %)"
+        for seconds in (row.exposed_seconds, row.overhead_seconds)
+    )
     statement = (
-        f"{row.strategy} takes {_time(row.seconds)}, of which a rank waits "
-        f"{_time(row.exposed_seconds)} ({row.exposed_seconds / row.seconds:.1%}) for messages"
+        f"{row.strategy} takes {_time(row.seconds)}, of which a rank waits {waiting} for messages"
     )
     if row.overhead_seconds:
-        share = row.overhead_seconds / row.seconds
-        statement += f", and copies and merges for {_time(row.overhead_seconds)} ({share:.1%})"
+        statement += f", and copies and merges for {overhead}"
     statement += "."
     tied = [other.strategy for other in rows[1:] if other.seconds <= TIE * best.seconds]
     if tied:
         names = ", ".join(tied[:4]) + f" and {len(tied) - 4} more" * (len(tied) > 4)
         statement += (
-            f" A tie, within {TIE - 1:.1%}, which is less than the model errs by: {names}; "
-            f"{row.strategy} is the simplest."
+            f" A tie, within {100 * (TIE - 1):.1f} %, which is less than the model errs by: {names}"
+            f"; {row.strategy} is the simplest."
         )
     if row.strategy == "ring":
         next_row = next((other for other in rows if other.strategy not in ("ring", *tied)), None)
@@ -87,7 +89,7 @@ def _longer(times: float, compared_with: str = "") -> str:
         factor = f"{times:,.0f}" if times >= 100 else f"{times:.3g}"
         return f"{factor} times as long" + f" as {compared_with}" * bool(compared_with)
     word = "longer" if times > 1 else "shorter"
-    return f"{100 * abs(times - 1):.3g}% {word}" + f" than {compared_with}" * bool(compared_with)
+    return f"{100 * abs(times - 1):.3g} % {word}" + f" than {compared_with}" * bool(compared_with)
 
 
 def _against(row: ComparedFigures, best: ComparedFigures) -> str:

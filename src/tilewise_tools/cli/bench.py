@@ -29,6 +29,7 @@ from tilewise_tools.cli.examples import epilog
 from tilewise_tools.cli.group import Commands, OneCommand
 from tilewise_tools.cli.options import AsJson, command_of, option, read_count, read_machine_option
 from tilewise_tools.cli.output import (
+    check_folder,
     counted,
     ending_on,
     print_json,
@@ -40,6 +41,8 @@ from tilewise_tools.cli.output import (
 from tilewise_tools.lab.site import LabError
 from tilewise_tools.naming import naming
 from tilewise_tools.report.bench_cases import ReportCase, cases
+from tilewise_tools.report.bench_report import Rows, page_of
+from tilewise_tools.report.png import write_pngs
 from tilewise_tools.report.words import quantity
 
 INTERRUPTED = 130
@@ -78,7 +81,7 @@ def summary(rows: list[Row], path: Path) -> None:
     """The fastest contenders of every case, and how many rows have which outcome."""
     console = table_console()
     table = table_of(
-        *("mask", "tokens", "ranks", "pass", "fastest", "second", "slowest", "not exact"),
+        *("mask", "tokens", "ranks", "heads", "pass", "fastest", "second", "slowest", "not exact"),
         no_wrap=False,
     )
     for case in cases(rows):
@@ -99,6 +102,7 @@ def _line(case: ReportCase) -> list[str]:
         first["mask"],
         str(first["num_tokens"]),
         str(first["world_size"]),
+        f"{first['num_heads']}:{first['num_kv_heads']}",
         first["pass"],
         results[0] if results else "",
         results[1] if len(results) > 1 else "",
@@ -149,6 +153,10 @@ class BenchOptions(NamedTuple):
             "Profile one more run of each measured row, by rank, into this folder.", file_okay=False
         ),
     ] = None
+    png: Annotated[
+        Path | None,
+        option("Charts of the results, as tilewise report's, into this folder.", file_okay=False),
+    ] = None
     retry: Annotated[bool, option("Run again what was not ok.", "--retry")] = False
     as_json: AsJson = False
 
@@ -173,6 +181,7 @@ def _bench(kind: str, options: BenchOptions, lists: Any) -> None:
         if launched is not None:
             plan = [(replace(case, network=launched.network), who) for case, who in plan]
         planned = planned_rows(plan, run.timing, machine)
+        check_folder("--png", options.png)
         with naming("--output"):
             results = stack.enter_context(Results(options.output))
         if options.profile is not None:
@@ -185,6 +194,10 @@ def _bench(kind: str, options: BenchOptions, lists: Any) -> None:
             options.profile,
         )
         rows = [results.rows[one.key] for one in planned]
+        if options.png is not None:
+            with naming("--png"), refusing_unwritable():
+                read = Rows(list(rows), results.num_lost, (options.output.name,))
+                write_pngs(page_of(read), options.png)
     if options.as_json:
         print_json({"results": str(options.output), "lost": results.num_lost, "rows": rows})
     else:

@@ -36,6 +36,7 @@ from tilewise_tools.cli.options import (
 )
 from tilewise_tools.cli.output import (
     as_bytes,
+    as_seconds,
     check_writable,
     ending_on,
     print_error,
@@ -256,7 +257,7 @@ def _report(options: LabOptions, rows: list[ContestRow], predicted: list[float |
         highlight=False,
     )
     table = table_of(
-        *("strategy", "seconds", *["predicted"] * (options.machine is not None)),
+        *("strategy", "time", *["predicted"] * (options.machine is not None)),
         *("ratio", "range", "bytes"),
         *("ratio/bytes", "line", "all sent", "counted"),
     )
@@ -264,8 +265,8 @@ def _report(options: LabOptions, rows: list[ContestRow], predicted: list[float |
         counted = row.counted_bytes
         table.add_row(
             row.strategy,
-            f"{median(row.seconds):.3f}",
-            *([] if seconds is None else [f"{seconds:.3f}"]),
+            as_seconds(median(row.seconds)),
+            *([] if seconds is None else [as_seconds(seconds)]),
             f"{row.ratio:.2f}",
             f"{min(row.ratios):.2f}-{max(row.ratios):.2f}",
             f"{row.byte_ratio:.2f}",

@@ -33,23 +33,11 @@ from tilewise.strategies.tiled import tiled_layout
 from tilewise.workload import Workload
 from tilewise_tools.mask_report.figures import LAYOUTS
 from tilewise_tools.mask_report.named import mask_of
-from tilewise_tools.naming import naming
+from tilewise_tools.naming import naming, read_count
 from tilewise_tools.outside import is_outside, plan_of, require_no_file
 
-_COUNT = re.compile(r"(\d+)([kKmM]?)$")
-MOST_TOKENS = 1 << 27  # the work of each is kept, by some layouts
 MOST_BYTES = 1 << 60
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?$")
-
-
-def read_count(what: str, text: str) -> int:
-    """A number of tokens: 4096, 128K or 1M, in powers of 1024; at most MOST_TOKENS."""
-    match = _COUNT.match(text.strip())
-    if not match or not int(match[1]):
-        raise ValueError(f"{what} ({text!r}) must be a number such as 4096, 128K or 1M (1048576)")
-    count = int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
-    require_range(what, count, 1, MOST_TOKENS)
-    return count
 
 
 def read_bytes(what: str, text: str) -> int:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -24,7 +23,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from tilewise_tools.doctor import MissingExtraError
+from tilewise_tools.doctor import MissingExtraError, require
+from tilewise_tools.naming import in_one_line
 from tilewise_tools.report.words import quantity
 
 T = TypeVar("T")
@@ -39,18 +39,12 @@ def refusing_bad_input(names: Mapping[str, str] = MappingProxyType({})) -> Itera
     code 1 where memory does not do.
 
     Args:
-        names: options by the library's names, as in {"world_size": "--world-size"}. A name is
-            replaced where it begins the message or its value follows in parentheses. That an
-            argument may also be None says nothing of an option, and is left out.
+        names: options by the library's names, as in {"world_size": "--world-size"}.
     """
     try:
         yield
     except (ValueError, MissingExtraError) as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        for name, option in names.items():
-            said = re.sub(rf"^{name}(?=[ :])|(?<![-\w]){name}(?= \(|=')", option, said)
-        said = re.sub(r"(?<=') or None\b", "", said)
-        print_error(f"tilewise: {said}")
+        print_error(f"tilewise: {in_one_line(error, names)}")
         raise typer.Exit(BAD_INPUT) from None
     except MemoryError as error:
         print_error(f"tilewise: out of memory; take fewer tokens or ranks ({error})")
@@ -102,6 +96,13 @@ def check_writable(option: str, path: Path | None, *, makes_folders: bool = Fals
         raise ValueError(
             f"{option}: {path} cannot be written: it is a folder, or not yours; name a file"
         )
+
+
+def check_folder(option: str, folder: Path | None) -> None:
+    """Refuse a folder of pictures that could not be filled in the end, before the work begins."""
+    if folder is not None:
+        require("matplotlib", option)
+        check_writable(option, folder / "chart.png", makes_folders=True)
 
 
 def print_error(text: str) -> None:

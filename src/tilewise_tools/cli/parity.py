@@ -98,8 +98,8 @@ def _page(function: str, world_size: int, report: ParityReport) -> Page:
     ]
     facts = (
         Fact("equal", "yes" if report.equal else "no"),
-        Fact("first layer", report.layer or "-"),
-        Fact("cause", report.cause or "-"),
+        *[Fact("first layer", report.layer or "-"), Fact("cause", report.cause or "-")]
+        * (not report.equal),
         Fact("compared", str(report.compared), "outputs, gradients, parameters"),
         Fact("ranks", str(world_size)),
     )
@@ -112,4 +112,4 @@ def _page(function: str, world_size: int, report: ParityReport) -> Page:
         verdict = where + (CAUSES.get(report.cause, "") if report.cause else "")
     sections_shown = tuple(x for x in sections if x.picture or (x.table and x.table.rows))
     notes = "; ".join(report.notes)
-    return Page("parity", title, lead, facts, sections_shown, notes, verdict)
+    return Page("Parity", title, lead, facts, sections_shown, notes, verdict)

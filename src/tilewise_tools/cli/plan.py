@@ -39,7 +39,7 @@ from tilewise_tools.naming import naming
 from tilewise_tools.report.words import count, quantity
 
 SETTING = ("library", "options", "plan", "save", "seconds")
-NARROW = 72  # columns of a terminal under which the table would be cut
+NARROW, ROOMY = 72, 100  # columns of a terminal under which some columns have no room
 
 
 class PlanOptions(NamedTuple):
@@ -152,7 +152,7 @@ def _print(
         + ("" if work.strategies is None else f", {work.reduction}"),
         highlight=False,
     )
-    console.print(_table(candidates_shown, console.width >= NARROW))
+    console.print(_table(candidates_shown, console.width))
     plain(
         "Only plans that were simulated are in the table, of each strategy the best one. "
         "--strategy adds another."
@@ -167,15 +167,16 @@ def _print(
         plain(
             f"{setting.library}: {setting.options}\n  does nearest, {setting.plan} with "
             f"save={setting.save}: {as_seconds(setting.seconds)}, "
-            f"{setting.seconds / best.seconds - 1:+.1%}",
+            f"{100 * (setting.seconds / best.seconds - 1):+.1f} %",
             soft_wrap=True,
         )
     if output is not None:
         plain(f"written to {output}: tilewise.planning.load_candidate reads it")
 
 
-def _table(candidates_shown: list[Candidate], is_wide: bool) -> Table:
-    """Time and memory; where there is room also its parts, bytes over each link, and save."""
+def _table(candidates_shown: list[Candidate], width: int) -> Table:
+    """Time and memory; where there is room also waiting and bytes over each link, then the rest."""
+    is_wide, is_roomy = width >= NARROW, width >= ROOMY
     links = [
         x
         for x in LINKS
@@ -184,10 +185,10 @@ def _table(candidates_shown: list[Candidate], is_wide: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("#", justify="right")
     table.add_column("strategy", overflow="fold")
-    parts = ["waiting", "copies"] * is_wide
+    parts = ["waiting"] * is_wide + ["copies"] * is_roomy
     for column in ("time", *parts, *(f"sent\n{link}" for link in links), "memory"):
         table.add_column(column, justify="right", no_wrap=True)
-    if is_wide:
+    if is_roomy:
         table.add_column("save", no_wrap=True)
     for number, candidate in enumerate(candidates_shown, 1):
         sent_texts = (as_bytes(candidate.bytes_by_link.get(link, 0)) for link in links)
@@ -197,14 +198,11 @@ def _table(candidates_shown: list[Candidate], is_wide: bool) -> Table:
                 candidate.strategy,
                 f"{'~' * candidate.sampled}{as_seconds(candidate.seconds)}",
             ),
-            *[
-                quantity(seconds, "s")
-                for seconds in (candidate.exposed_seconds, candidate.overhead_seconds)
-                if is_wide
-            ],
+            *[quantity(candidate.exposed_seconds, "s")] * is_wide,
+            *[quantity(candidate.overhead_seconds, "s")] * is_roomy,
             *sent_texts,
             f"{'~' * candidate.memory_sampled}{as_bytes(candidate.peak_bytes)}",
-            *[candidate.save] * is_wide,
+            *[candidate.save] * is_roomy,
             style="green" if number == 1 else None,
         )
     return table
@@ -215,7 +213,7 @@ def _distance(best: Candidate) -> str:
     text = (
         f"Kernels alone, at their best and equally shared, take "
         f"{as_seconds(distances.compute_seconds)}, "
-        f"{distances.compute_seconds / best.seconds:.1%} of it."
+        f"{100 * distances.compute_seconds / best.seconds:.1f} % of it."
     )
     if not distances.least_bytes:
         return text
@@ -223,6 +221,6 @@ def _distance(best: Candidate) -> str:
     ratio = quantity(sent_bytes / distances.least_bytes)
     return (
         f"{text} Its busiest rank sends {as_bytes(sent_bytes)}, {ratio} times the lower bound of "
-        f"equal shares, {as_bytes(distances.least_bytes)}: {hidden:.1%} of its time no rank waits "
-        "for a message."
+        f"equal shares, {as_bytes(distances.least_bytes)}: {100 * hidden:.1f} % of its time no "
+        "rank waits for a message."
     )

@@ -22,6 +22,7 @@ from tilewise_tools.cli.options import (
     workload_of,
 )
 from tilewise_tools.cli.output import (
+    check_folder,
     check_writable,
     print_json,
     refusing_bad_input,
@@ -31,6 +32,7 @@ from tilewise_tools.cli.output import (
 from tilewise_tools.doctor import require
 
 PAGE = ".html"
+PNG_ABOUT = "A folder for the charts as PNG files too."
 
 
 class ReportOptions(NamedTuple):
@@ -48,6 +50,7 @@ class ReportOptions(NamedTuple):
         option("The page; unless given the first file's name, .html.", "--output", "-o"),
     ] = None
     csv: Annotated[Path | None, option("A file for a benchmark's rows too.")] = None
+    png: Annotated[Path | None, option(PNG_ABOUT, file_okay=False)] = None
     full: Annotated[
         bool, option("Simulate a plan's work on up to 4096 devices, not 1024.", "--full")
     ] = False
@@ -60,6 +63,7 @@ def _report(options: ReportOptions, about: WorkOptions) -> None:
     A file of plan.to_json() is a plan alone: options say its workload and machine. Those of a file
     of tilewise plan are replaced by options; its table of plans, which is of others, is left out.
     """
+    from tilewise_tools.report.png import write_pngs
     from tilewise_tools.report.report import read  # here, so that other commands start sooner
 
     def described(plan: Plan, planned: Candidate | None) -> tuple[Workload, Machine]:
@@ -80,6 +84,7 @@ def _report(options: ReportOptions, about: WorkOptions) -> None:
         page = files[0].with_suffix(PAGE) if options.output is None else options.output
         check_writable("--output", page, makes_folders=True)
         check_writable("--csv", csv, makes_folders=True)
+        check_folder("--png", options.png)
         with working("reading") as progress:
             report = read(
                 files,
@@ -93,6 +98,8 @@ def _report(options: ReportOptions, about: WorkOptions) -> None:
             for path in filter(None, (page, csv)):
                 path.parent.mkdir(parents=True, exist_ok=True)
             written = report.write(page, csv)
+            if options.png is not None:
+                written += write_pngs(report.page, options.png)
     if options.as_json:
         print_json({"files": [str(path) for path in written], "lost_lines": report.num_lost})
         return

@@ -85,4 +85,4 @@ def _fastest(work: Workload, machine: Machine, n: int) -> tuple[str, str, float]
 def text_of(change: Change) -> str:
     """The change as a line says it."""
     before, after = quantity(change.before, "s"), quantity(change.after, "s")
-    return f"{change.text}: {before} -> {after} a call, {-change.gain:.0%}"
+    return f"{change.text}: {before} -> {after} a call, {-100 * change.gain:.0f} %"

@@ -94,7 +94,7 @@ class Explanation(NamedTuple):
     def _lines(self) -> Iterator[str]:
         num, n = len(self.steps), len(self.run.ranks)
         shares = ", ".join(
-            f"{name} {self.parts[part] / self.seconds:.0%}" for part, name in PARTS.items()
+            f"{name} {100 * self.parts[part] / self.seconds:.0f} %" for part, name in PARTS.items()
         )
         plan = self.subjects[0].name
         yield (
@@ -119,7 +119,7 @@ class Explanation(NamedTuple):
             first = self.findings[0]
             gain = first.seconds / self.seconds
             what = "rank" if first.kind == "slow rank" else "link"
-            texts.append(f"that {what} as fast as others, up to {-gain:.0%} of the step")
+            texts.append(f"that {what} as fast as others, up to {-100 * gain:.0f} % of the step")
         if self.change is not None:
             texts.append(f"{text_of(self.change)} (simulated on {self._machine_name()})")
         elif self.simulation is not None:

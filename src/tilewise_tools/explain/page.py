@@ -27,7 +27,11 @@ def page_of(explanation: Explanation) -> Page:
     facts = (
         Fact("step", quantity(seconds, "s"), f"mean of {len(explanation.steps)} recorded"),
         *(
-            Fact(name, f"{explanation.parts[part] / seconds:.0%}", "of a rank's step, on average")
+            Fact(
+                name,
+                f"{100 * explanation.parts[part] / seconds:.0f} %",
+                "of a rank's step, on average",
+            )
             for part, name in PARTS.items()
         ),
         Fact("simulated", "-" if simulated is None else quantity(simulated, "s"), "its passes"),
@@ -43,8 +47,8 @@ def page_of(explanation: Explanation) -> Page:
     notice = f"{lost} lines were not whole and left out." if lost else ""
     lead = f"{explanation.subjects[0].name}, {explanation.subjects[0].case.about['mask']}"
     shown = tuple(one for one in sections if one.figures or (one.table and one.table.rows))
-    verdict = " ".join(f"{line.rstrip('.')}." for line in explanation.lines()[:2])
-    return Page("recorded run", "Where the step goes", lead, facts, shown, notice, verdict)
+    verdict = " ".join(f"{x[0].upper()}{x[1:].rstrip('.')}." for x in explanation.lines()[:2])
+    return Page("Recorded run", "Where the step goes", lead, facts, shown, notice, verdict)
 
 
 LINKS_INTRO = (

@@ -106,7 +106,8 @@ def _formulas(step: Step, setting: Setting, moment: str, held: np.ndarray) -> li
     rows, layers = f"{step.num_rows:,} rows", f"{facts.num_layers} layers"
 
     def each(name: str, divisor: int = 1, fixed: int = 0) -> str:
-        return f"{(by_name[name] - fixed) / (step.num_rows * divisor):,.1f} B"
+        num_bytes = (by_name[name] - fixed) / (step.num_rows * divisor)
+        return f"{num_bytes:,.1f} B".replace(".0 B", " B")
 
     passes = step.passes
     ours = passes.kept_bytes()

@@ -27,6 +27,7 @@ MORE_TEXTS = ("library", "dtype", "layout", "device", "network", "corpus")
 NUMBERS = (
     *("seed", "num_tokens", "tokens_per_rank", "num_heads", "num_kv_heads", "head_dim", "mbit"),
     *("world_size", "hosts", "ranks_per_host", "sparsity_ratio", "median_seconds", "tflops"),
+    "total_tflops",
     *("bytes_max_rank", "predicted_seconds", "peak_bytes", "predicted_peak_bytes"),
     "exposed_seconds",
     *AXES[:-1],
@@ -75,6 +76,20 @@ def cost(row: Row) -> float | None:
     return figure if is_timed(row) else 1 / figure
 
 
+def speed(row: Row) -> float | None:
+    """TFLOP/s of a device: the work of all, over the time of the slowest and their number.
+
+    A published row says only the mean of its devices.
+    """
+    total = row.get("total_tflops")
+    return row.get("tflops") if total is None else total / (row.get("world_size") or 1)
+
+
+def is_right(row: Row) -> bool:
+    """Return whether a row's results were not found wrong."""
+    return row.get("is_exact") is not False
+
+
 def cases(rows: Iterable[Row]) -> list[ReportCase]:
     """All cases in the order of their first rows; seconds and speeds are kept apart."""
     rows_by_case: dict[tuple, list[Row]] = {}
@@ -90,11 +105,15 @@ def contenders(rows: Iterable[Row]) -> list[str]:
 
 
 def slowdowns(every: Iterable[ReportCase]) -> dict[str, list[float]]:
-    """Per contender: its time over the fastest's in each case where it has one."""
+    """Per contender: its time over the fastest's in each case where it has one.
+
+    The fastest is one with right results, if there is one.
+    """
     ratios_by_contender: dict[str, list[float]] = {}
     for done_rows in (case.done for case in every):
         for row in done_rows:
-            ratio = (cost(row) or 0.0) / (cost(done_rows[0]) or 1.0)
+            fastest = next(filter(is_right, done_rows), done_rows[0])
+            ratio = (cost(row) or 0.0) / (cost(fastest) or 1.0)
             ratios_by_contender.setdefault(row["contender"], []).append(ratio)
     return ratios_by_contender
 

@@ -14,12 +14,14 @@ from tilewise_tools.report.bench_cases import (
     cases,
     cost,
     described,
+    is_right,
     is_timed,
     slowdowns,
+    speed,
 )
 from tilewise_tools.report.drawing import Series, axis, bars, heat_map, lines, log_axis
 from tilewise_tools.report.page import Figure, TextTable
-from tilewise_tools.report.words import count, quantity, times
+from tilewise_tools.report.words import count, prefixed, quantity, times
 from tilewise_verify.palette import FAULTS, RAMP
 
 LEVELS = tuple(
@@ -44,7 +46,7 @@ ENDS = MappingProxyType(
     }
 )
 SHOWN = (
-    *("contender", "mask", "pass", "num_tokens", "world_size", "dtype", "outcome"),
+    *("contender", "mask", "pass", "num_tokens", "world_size", "heads", "dtype", "outcome"),
     *("median_seconds", "tflops", "bytes_max_rank", "predicted_seconds", "message"),
 )
 UNITS = MappingProxyType(
@@ -57,12 +59,21 @@ Colours = Mapping[str, int]  # of contenders
 
 def row_table(rows: Iterable[Row], names: Sequence[str] = SHOWN) -> TextTable:
     """Rows as text, without columns that are empty in all."""
-    rows = list(rows)
+    rows = [_shown(row) for row in rows]
     used = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
     return TextTable(
-        tuple(name.replace("_", " ") for name in used),
+        tuple(HEADERS.get(name, name.replace("_", " ")) for name in used),
         tuple(tuple(_text(name, row.get(name)) for name in used) for row in rows),
     )
+
+
+HEADERS = MappingProxyType({"heads": "heads q:kv", "tflops": "speed of a device"})
+
+
+def _shown(row: Row) -> Row:
+    """A row with its heads in one field, and the speed that charts show."""
+    heads = f"{row['num_heads']}:{row.get('num_kv_heads')}" if row.get("num_heads") else ""
+    return {**row, "heads": heads, "tflops": speed(row)}
 
 
 def _text(name: str, value: Any) -> str:
@@ -100,30 +111,37 @@ class Winner(NamedTuple):
     """The contender that is fastest in most of some cases, and in how many.
 
     Attributes:
-        ties: contenders within 5 % of it.
-        other: the best contender of another library, with its time over the fastest's.
+        ties: contenders within 5 % of it, of those with a figure in every case.
+        other: the best contender of another library, with its time over the fastest's and the
+            number of its cases.
     """
 
     name: str
     wins: int
     num_cases: int
     ties: tuple[str, ...]
-    other: tuple[str, float] | None
+    other: tuple[str, float, int] | None
 
 
 def winner(some_cases: Iterable[ReportCase]) -> Winner | None:
-    """Return who wins most of the cases that somebody finished; of equals the faster one."""
-    done_cases = [case for case in some_cases if case.done]
+    """Return who wins most of the cases that somebody finished; of equals the faster one.
+
+    Rows with wrong results do not count.
+    """
+    right_cases = (ReportCase([*filter(is_right, case.rows)]) for case in some_cases)
+    done_cases = [case for case in right_cases if case.done]
     if not done_cases:
         return None
     wins = Counter(case.done[0]["contender"] for case in done_cases)
-    ratios = {name: geometric_mean(x) for name, x in slowdowns(done_cases).items()}
+    by_name = slowdowns(done_cases)
+    ratios = {name: geometric_mean(x) for name, x in by_name.items()}
     best = min(wins, key=lambda name: (-wins[name], ratios[name]))
     library = {row["contender"]: row.get("library") for case in done_cases for row in case.done}
     others = [name for name in ratios if library[name] and library[name] not in OURS]
     others.sort(key=lambda name: ratios[name])
-    other = (others[0], ratios[others[0]]) if others else None
-    close = (name for name in ratios if name != best and ratios[name] <= BOUNDS[0] * ratios[best])
+    other = (others[0], ratios[others[0]], len(by_name[others[0]])) if others else None
+    everywhere = {name for name, every in by_name.items() if len(every) >= len(done_cases)}
+    close = (name for name in everywhere - {best} if ratios[name] <= BOUNDS[0] * ratios[best])
     ties = tuple(sorted(close, key=lambda name: ratios[name]))
     return Winner(best, wins[best], len(done_cases), ties, other)
 
@@ -135,7 +153,7 @@ def winners(by_kind: Mapping[str, list[ReportCase]]) -> TextTable:
         for mask in dict.fromkeys(case.fields["mask"] for case in all_cases):
             won = winner(case for case in all_cases if case.fields["mask"] == mask)
             if won is not None:
-                other, ratio = won.other or ("", 0.0)
+                other, ratio, _ = won.other or ("", 0.0, 0)
                 lines.append(
                     (
                         f"{kind}: {mask}" if len(by_kind) > 1 else mask,
@@ -163,9 +181,10 @@ def verdict(by_kind: Mapping[str, list[ReportCase]]) -> str:
             + (f"; a tie with {', '.join(won.ties)} (within 5 %)." if won.ties else ".")
         )
         if won.other and won.other[0] != won.name:
-            name, ratio = won.other
+            name, ratio, num_cases = won.other
+            cases_text = f", in {num_cases} of the cases" * (num_cases < won.num_cases)
             sentences.append(f"The best of other libraries, {name}, takes {times(ratio)} the time "
-                             "of the fastest.")  # fmt: skip
+                             f"of the fastest{cases_text}.")  # fmt: skip
     return " ".join(sentences)
 
 
@@ -206,29 +225,32 @@ def _support(mask: str, name: str, mask_cases: list[ReportCase]) -> tuple[int, s
 
 def speeds(kind: str, all_cases: list[ReportCase], colours: Colours) -> Figure | None:
     """Masks by contenders: TFLOP/s of a device, beside the best of the same mask."""
-    rows = [row for case in all_cases for row in case.done if row.get("tflops")]
+    rows = [row for case in all_cases for row in case.done if speed(row)]
     if not rows:
         return None
     values_by_cell: dict[tuple[str, str], list[float]] = {}
     for row in rows:
-        values_by_cell.setdefault((row["mask"], row["contender"]), []).append(row["tflops"])
+        values_by_cell.setdefault((row["mask"], row["contender"]), []).append(speed(row) or 0.0)
     medians = {cell_key: median(values) for cell_key, values in values_by_cell.items()}
+    unit, scale = prefixed(max(medians.values()) * 1e12, "FLOP/s")
 
     def cell(mask: str, name: str) -> tuple[int, str, str]:
         if (mask, name) not in medians:
             return -1, "", f"{name}\n{mask}: no figure"
-        speed, best = medians[mask, name], max(x for (m, _), x in medians.items() if m == mask)
-        text = quantity(speed * 1e12, "FLOP/s")
-        note = f"{name}\n{mask}: {text}, {len(values_by_cell[mask, name])} cases"
-        return sum(best / speed > bound for bound in BOUNDS), text, note
+        figure, best = medians[mask, name], max(x for (m, _), x in medians.items() if m == mask)
+        text = f"{figure * 1e12 / scale:.3g}"
+        note = f"{name}\n{mask}: {text} {unit}, {len(values_by_cell[mask, name])} cases"
+        return sum(best / figure > bound for bound in BOUNDS), text, note
 
     names = [name for name in colours if any(row["contender"] == name for row in rows)]
     caption = (
-        "Operations of the allowed pairs over the time of the slowest device: median over the "
-        "cases of a mask. Colours compare within a mask."
+        f"In {unit} of a device: operations of all allowed pairs, over the number of devices and "
+        "the time of the slowest; the median over the cases of a mask. Colours compare within a "
+        "mask."
     )
     drawing = heat_map(_masks(rows), names, LEVELS, cell)
-    return Figure(f"speed-{kind}", f"Speed per mask: {kind}", caption, drawing, row_table(rows))
+    title = f"Speed per mask, {unit}: {kind}"
+    return Figure(f"speed-{kind}", title, caption, drawing, row_table(rows))
 
 
 def memory(rows: Iterable[Row], colours: Colours) -> Figure | None:
@@ -293,7 +315,7 @@ def waiting_bars(
         Series(label, names, seconds, [f"{label}: {quantity(x, 's')}" for x in seconds], number)
         for number, (label, seconds) in enumerate((("computing", computing), ("waiting", waiting)))
     ]
-    return Figure(name, title, caption, bars(axis("seconds", "s"), "s", series))
+    return Figure(name, title, caption, bars(axis("time", "s"), "s", series))
 
 
 def waiting(kind: str, all_cases: Iterable[ReportCase]) -> Figure | None:
@@ -334,7 +356,7 @@ def along(
         measure = TIME if is_timed(facet.rows[0]) else SPEED
     title, unit, name, scale = measure.title, measure.unit, measure.name, measure.scale
     field_words = FIELDS[field]
-    rows_with_figure = [row for row in facet.rows if row.get(measure.name)]
+    rows_with_figure = [row for row in map(_shown, facet.rows) if row.get(measure.name)]
     if not rows_with_figure:
         return None
     parts = []

@@ -23,7 +23,8 @@ from tilewise_tools.report.page import Fact, Figure, Page, Section, TextTable
 FACETS = 2
 WINNERS = (
     "Of each mask, who is fastest in most of its cases (lengths, passes, numbers of ranks). A tie "
-    "is within 5 % of the winner, by the geometric mean over the cases."
+    "is within 5 % of the winner, by the geometric mean over the cases. Rows with wrong results do "
+    "not count."
 )
 ABOUT = ("cpu", "gpu", "cores", "threads", "torch_version", "python_version", "os", "commit")
 FINDINGS = ("error_out", "error_dq", "error_dk", "error_dv", "tolerance")

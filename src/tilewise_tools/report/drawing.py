@@ -22,7 +22,8 @@ MARKERS = ("circle", "diamond", "square", "triangle-up", "x", "star", "cross", "
 DASHES, FILLINGS = ("solid", "dash", "longdashdot"), ("", "/", "x")
 """Of the first, second and third series with the same colour."""
 LABEL, LETTER, PLANE = 17, 7, 290  # pixels: height of a label, width of a letter, a chart's plane
-WIDEST_LABEL = 170  # pixels
+WIDEST_LABEL, LEADER = 170, 18  # pixels: of a label, of the line from a series' end to its label
+MOST_TICKS = 7
 # Of logarithmic axes: room around the values, a least span so that small differences look small.
 ROOM, LEAST_SPAN, FEWEST_TICKS = 1.15, 1.6, 3
 
@@ -121,7 +122,7 @@ def lines(x: Words, y: Words, series: Iterable[Series]) -> Drawing:
     layout: Words = {"xaxis": x, "yaxis": y}
     if labels := _end_labels(y, [part for part in series if part.style != "points" and part.name]):
         widest = max(len(str(label["text"])) for label in labels)
-        margin = {"r": min(WIDEST_LABEL, 16 + LETTER * widest)}
+        margin = {"r": min(WIDEST_LABEL, 16 + LETTER * widest) + LEADER}
         shows_names = any(part.style == "points" for part in series)
         layout |= {"annotations": labels, "margin": margin, "showlegend": shows_names}
     return Drawing([_line(part) for part in series], layout)
@@ -153,9 +154,13 @@ def _end_labels(y: Words, series: Sequence[Series]) -> list[Words]:
             "x": 1,
             "xref": "x domain",
             "xanchor": "left",
-            "xshift": 6,
             "y": math.log10(at_end[i].y[-1]),
-            "yshift": round(place - height),
+            "showarrow": True,  # a line from the end to its name
+            "arrowhead": 0,
+            "arrowwidth": 2,
+            "arrowcolor": colour(at_end[i].colour),
+            "ax": LEADER,
+            "ay": round(height - place),
         }
         for (height, i), place in zip(heights, places, strict=True)
     ]
@@ -207,14 +212,23 @@ def bars(x: Words, unit: str, series: Iterable[Series]) -> Drawing:
         "hoverinfo": "skip",
         "showlegend": False,
     }
+    high = 1.18 * max(totals.values(), default=1) or 1.0
     layout = {
         "barmode": "stack",
         "bargap": 0.35,
         "legend": {"traceorder": "normal"},
-        "xaxis": x | {"range": [0, 1.18 * max(totals.values(), default=1)]},
+        "xaxis": x | _ticks(high, unit) | {"range": [0, high]},
         "yaxis": {"autorange": "reversed", "showgrid": False},
     }
     return Drawing([*data, amounts], layout, AROUND + BAR * len(totals))
+
+
+def _ticks(high: float, unit: str) -> Words:
+    """Return the ticks of a linear axis from 0 on, in steps of 1, 2 or 5."""
+    power = 10.0 ** math.floor(math.log10(high / MOST_TICKS))
+    step = next(x * power for x in (1, 2, 5, 10, 20) if high / (x * power) < MOST_TICKS)
+    places = [step * i for i in range(math.floor(high / step) + 1)]
+    return {"tickvals": places, "ticktext": [quantity(place, unit) for place in places]}
 
 
 def heat_map(
@@ -247,6 +261,7 @@ def tiles(table: np.ndarray, rows: Sequence[int], columns: Sequence[int]) -> Dra
     ranks = np.unique(table[table >= 0])
     places = np.where(table >= 0, np.searchsorted(ranks, table), -1).astype(np.int16)
     ticks = np.unique(np.linspace(0, len(ranks) - 1, 9).round().astype(int))
+    has_blanks = bool((table < 0).any())
     numbered = max(table.shape) <= NUMBERED
     cells = {
         "type": "heatmap",
@@ -255,15 +270,15 @@ def tiles(table: np.ndarray, rows: Sequence[int], columns: Sequence[int]) -> Dra
         "text": np.where(table < 0, "", table.astype(str)) if numbered else None,
         "x": columns,
         "y": rows,
-        "zmin": -1.5,
+        "zmin": -0.5 - has_blanks,
         "zmax": len(ranks) - 0.5,
-        "colorscale": _rank_colours(len(ranks)),
+        "colorscale": _rank_colours(len(ranks), has_blanks),
         "showscale": not numbered,
         "colorbar": {
             "title": {"text": "rank"},
             "thickness": 12,
-            "tickvals": ticks,
-            "ticktext": ranks[ticks].astype(str),
+            "tickvals": [-1] * has_blanks + ticks.tolist(),
+            "ticktext": ["none"] * has_blanks + ranks[ticks].astype(str).tolist(),
         },
         "xgap": int(numbered),
         "ygap": int(numbered),
@@ -277,9 +292,9 @@ def tiles(table: np.ndarray, rows: Sequence[int], columns: Sequence[int]) -> Dra
     return Drawing([cells], {"xaxis": x, "yaxis": y, "dragmode": "zoom"}, height=0)
 
 
-def _rank_colours(num_ranks: int) -> list[tuple[float, str]]:
-    """Steps of a colour scale: none for -1, then one for every rank."""
-    steps = ["rgba(0,0,0,0)"]
+def _rank_colours(num_ranks: int, has_blanks: bool) -> list[tuple[float, str]]:
+    """Steps of a colour scale: none for -1 if there are blank cells, then one for every rank."""
+    steps = ["rgba(0,0,0,0)"] * has_blanks
     for shade in rank_colours(num_ranks):
         steps.append(f"rgb({','.join(str(round(255 * part)) for part in rgb(shade))})")
     return [((i + end) / len(steps), shade) for i, shade in enumerate(steps) for end in (0, 1)]

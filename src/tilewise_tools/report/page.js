@@ -4,7 +4,7 @@
   const scheme = window.matchMedia("screen and (prefers-color-scheme: dark)");
   const narrow = window.matchMedia("(max-width: 640px)");
 
-  const PAPER = 680; // pixels of a chart on A4
+  const PAPER = 680, PAGE = 780; // pixels of a chart on A4: its width, and the most of its height
   let printing = false;
 
   const ZOOM = ["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"];
@@ -21,12 +21,16 @@
     return value;
   };
 
-  // On a phone the names stand in two columns, long ones in one.
-  const legendOf = (data) => {
+  // Names stand in columns: on a phone in two, long ones in one; else as many as there is room for.
+  const legendOf = (data, width) => {
     const names = data.filter((trace) => trace.showlegend !== false).map((trace) => trace.name);
-    const columns = names.some((name) => name && name.length > 16) ? 1 : 2;
+    const longest = Math.max(0, ...names.map((name) => (name || "").length));
+    const columns = narrow.matches
+      ? longest > 12 ? 1 : 2
+      : Math.max(1, Math.floor((0.8 * width) / (55 + 7 * longest)));
     return { columns, rows: Math.ceil(names.length / columns) };
   };
+  const widthOf = (holder) => (printing ? PAPER : holder.clientWidth);
 
   // What all figures share; a figure's own words go before it.
   const template = () => {
@@ -60,10 +64,15 @@
     };
   };
 
+  const rowsOf = ({ data, layout }, holder) =>
+    layout.showlegend === false ? 0 : legendOf(data, widthOf(holder)).rows;
+
   const fitted = (figure, holder) => {
     const made = coloured(figure);
     made.layout.template = template();
-    if (printing && !holder.classList.contains("square")) made.layout.width = PAPER;
+    if (printing && !holder.classList.contains("square")) {
+      Object.assign(made.layout, { width: PAPER, height: parseInt(holder.style.height, 10) });
+    }
     if (narrow.matches) {
       made.layout.dragmode = false; // a finger scrolls the page
       // Lines are named by the legend: beside them is no room.
@@ -75,7 +84,7 @@
       if (ticks && ticks.length > 6) {
         made.layout.xaxis.ticktext = ticks.map((text, place) => (place % 2 ? "" : text));
       }
-      const { columns, rows } = legendOf(made.data);
+      const { columns, rows } = legendOf(made.data, widthOf(holder));
       if (made.data.length > 4 && made.data[0].type !== "heatmap") {
         const entrywidth = 1 / columns;
         const more = { entrywidthmode: "fraction", entrywidth, maxheight: 19 * rows + 20 };
@@ -87,11 +96,12 @@
 
   const draw = (holder) => {
     const text = holder.parentElement.querySelector("script[type='application/json']").textContent;
-    const { data, layout } = fitted(JSON.parse(text), holder);
-    const rows = narrow.matches ? legendOf(data).rows : 0;
+    const figure = JSON.parse(text);
     if (holder.dataset.height) {
-      holder.style.height = `${Number(holder.dataset.height) + 19 * Math.max(0, rows - 2)}px`;
+      const height = Number(holder.dataset.height) + 19 * Math.max(0, rowsOf(figure, holder) - 2);
+      holder.style.height = `${printing ? Math.min(height, PAGE) : height}px`;
     }
+    const { data, layout } = fitted(figure, holder);
     const zoom = "zoom" in holder.dataset;
     const config = {
       responsive: true,
@@ -137,6 +147,7 @@
   const print = (now) => () => {
     printing = now;
     drawAll();
+    drawAll(); // the second time with the margins that the first has found
   };
   window.addEventListener("beforeprint", print(true));
   window.addEventListener("afterprint", print(false));

@@ -4,7 +4,9 @@ It asks no network for anything, and forbids it to itself.
 """
 
 import json
+import re
 from base64 import b64encode
+from collections.abc import Sequence
 from hashlib import sha256
 from html import escape
 from importlib.metadata import version
@@ -18,6 +20,7 @@ from tilewise_tools.report.words import NOTHING
 from tilewise_verify.palette import SERIES, ink_on, variables
 
 LONGEST_NUMBER = 24  # letters of a number with its unit
+OPTION = re.compile(r"--[\w.-]+")
 
 
 class Fact(NamedTuple):
@@ -100,7 +103,7 @@ def written(page: Page) -> str:
         lead=escape(page.lead),
         notice=page.notice and f'<p class="notice" role="note">{escape(page.notice)}</p>',
         facts="".join(map(_fact, page.facts)),
-        links="".join(f'<a href="#{escape(s.name)}">{escape(s.title)}</a>' for s in page.sections),
+        links=_links(page.sections),
         sections=before + "\n".join(map(_section, page.sections)),
         version=version("tilewise"),
         css=variables() + _resource("page.css"),
@@ -125,6 +128,21 @@ def _json(value: object) -> str:
 
     text = json.dumps(value, cls=PlotlyJSONEncoder, separators=(",", ":"))
     return text.replace("</", "<\\/").replace("<!--", "<\\!--")
+
+
+def _links(sections: Sequence[Section]) -> str:
+    links = "".join(f'<a href="#{escape(s.name)}">{escape(s.title)}</a>' for s in sections)
+    return links and f'<nav aria-label="Parts of the page"><div>{links}</div></nav>'
+
+
+def _breakable(name: str) -> str:
+    """A name as HTML that may break after its underscores."""
+    return escape(name).replace("_", "_<wbr>")
+
+
+def _words(cell: str) -> str:
+    """A cell's text as HTML, in which options of a command do not break after their dashes."""
+    return OPTION.sub(r'<span class="whole">\g<0></span>', escape(cell))
 
 
 def _fact(fact: Fact) -> str:
@@ -193,9 +211,9 @@ def _cells(cells: Cells) -> str:
         style = f"background:{fill};color:{ink_on(fill)}"
         return f'<td style="{style}" title="{escape(note)}">{escape(text)}</td>'
 
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("", *cells.columns))
+    head = "".join(f"<th>{_breakable(name)}</th>" for name in ("", *cells.columns))
     body = "".join(
-        f"<tr><th>{escape(name)}</th>{''.join(shown(*cell) for cell in line)}</tr>"
+        f"<tr><th>{_breakable(name)}</th>{''.join(shown(*cell) for cell in line)}</tr>"
         for name, line in zip(cells.rows, cells.lines, strict=True)
     )
     used = sorted({level for line in cells.lines for level, *_ in line if level >= 0})
@@ -213,12 +231,13 @@ def _table(table: TextTable) -> str:
 
     def line(cells: tuple[str, ...], tag: str) -> str:
         return "".join(
-            f"<{tag}{' class=number' * number}>{escape(cell)}</{tag}>"
+            f"<{tag}{' class=number' * number}>{_words(cell)}</{tag}>"
             for cell, number in zip(cells, right or [False] * len(cells), strict=True)
         )
 
     body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in table.rows)
-    return f"<table><thead><tr>{line(table.header, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+    head = f"<thead><tr>{line(table.header, 'th')}</tr></thead>" * any(table.header)
+    return f"<table>{head}<tbody>{body}</tbody></table>"
 
 
 def _is_number(cell: str) -> bool:

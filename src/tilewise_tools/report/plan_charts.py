@@ -21,7 +21,7 @@ BUSY = "compute, copies and merges"
 COLOURS = MappingProxyType(
     {"mesh": 0, "ring": 1, "hybrid": 2, "ulysses": 3, THIS: 4, "double ring": 6, "all-gather": 7}
 )
-NAMES = MappingProxyType({"mesh": "best mesh", "hybrid": "best hybrid", "ulysses": "Ulysses"})
+NAMES = MappingProxyType({"mesh": "usual mesh", "hybrid": "usual hybrid", "ulysses": "Ulysses"})
 
 
 def _name(entry: StudyEntry) -> str:
@@ -71,7 +71,8 @@ def seconds(entries: Iterable[StudyEntry]) -> Figure:
     }
     caption = (
         "Forward and backward. Waiting for messages is that of the rank that waits longest, as in "
-        "the tables and the card; the rest of the time is computing, copies and merges."
+        "the tables and the card; the rest of the time is computing, copies and merges. The usual "
+        "mesh and hybrid are those that one would try by hand."
     )
     drawing = _stacked(entries, "time", "s", parts, LANE_NAMES | {"compute": BUSY})
     table = TextTable(CELLS, (*map(_cells, entries),))
@@ -203,7 +204,11 @@ def _assignment(plan: Plan, table: np.ndarray, group: int) -> Figure:
     ranks = f"{len(set(table[table >= 0].tolist()))} of {n}"
     caption = (
         f"{sides} cells, one colour per rank ({ranks} ranks compute here). "
-        + ("Wide blocks share keys and values, tall ones queries. " if group == 0 else "")
+        + (
+            "A wide block reads few queries and many keys, a tall one many queries and few keys. "
+            if group == 0
+            else ""
+        )
         + ("Blank cells are not needed under the mask. " if (table < 0).any() and n <= 256 else "")
         + ("Each cell stands for several. " if table.shape != shape else "")
     )

@@ -7,7 +7,7 @@ from functools import cached_property
 from tilewise.arguments import ITEM_BYTES
 from tilewise.plan.ir import Plan
 from tilewise.planning.advisor import Setting, nearest_settings
-from tilewise.planning.candidate import Candidate
+from tilewise.planning.candidate import Candidate, PlanRow
 from tilewise.planning.reasons import TIE
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import Simulation, simulate
@@ -21,7 +21,7 @@ from tilewise_tools.report.words import count, in_words, mask_words, quantity, s
 LONGEST_MASK = 200  # letters
 RANKED = (
     *("strategy", "both passes", "to best", "waiting", "copies, merges"),
-    *("sent by a rank", "peak memory", "operands", "plan", "backward plan"),
+    *("sent by a rank", "peak memory", "save", "plan"),
 )
 
 
@@ -45,7 +45,7 @@ class ReportedPlan:
     peak_bytes: int = 0  # of a device, where it has been counted
     ties: tuple[str, ...] = ()  # strategies that take as long, as far as a simulation can tell
     settings: tuple[Setting, ...] = ()  # the best of other libraries
-    saves: tuple[tuple[str, str], ...] = ()  # of ranked plans that serve both passes, by name
+    rows: tuple[PlanRow, ...] = ()  # those of ranked whose plan serves both passes
 
     @property
     def plans(self) -> tuple[Plan, Plan]:
@@ -72,25 +72,23 @@ def subject_of(candidate: Candidate) -> ReportedPlan:
             quantity(row.sent_bytes, "B"),
             quantity(row.peak_bytes, "B"),
             row.save,
-            short(row.plan),
-            "same" if row.backward_plan == row.plan else short(row.backward_plan),
+            short(row.plan)
+            + f"; backward {short(row.backward_plan)}" * (row.backward_plan != row.plan),
         )
         for row in candidate.rows
     )
-    has_two = any(row.backward_plan != row.plan for row in candidate.rows)
-    width = len(RANKED) if has_two else len(RANKED) - 1
     return ReportedPlan(
         candidate.plan,
         candidate.own_work,
         candidate.machine,
         candidate.backward_plan,
         candidate.reason,
-        TextTable(RANKED[:width], tuple(row[:width] for row in rows)) if rows else None,
+        TextTable(RANKED, rows) if rows else None,
         *candidate.distances,
         candidate.peak_bytes,
         ties,
         nearest_settings(candidate),
-        tuple((row.plan, row.save) for row in candidate.rows if row.plan == row.backward_plan),
+        tuple(row for row in candidate.rows if row.plan == row.backward_plan),
     )
 
 
@@ -109,7 +107,7 @@ def page_of(
         full=full,
         progress=progress,
         world_size=plan.world_size,
-        saves=dict(subject.saves),
+        rows={row.plan: row for row in subject.rows},
     )
     other_entries = studies.compared(plan.world_size)
     rescaled, every = studies.rescaled(entry, subject.backward_plan), [entry, *other_entries]
@@ -156,7 +154,7 @@ def _verdict(subject: ReportedPlan, other_entries: list[StudyEntry]) -> str:
             word = f"{times(ratio)} faster" if ratio >= 1 else f"{times(1 / ratio)} slower"
             sentences[0] += f", {word} than a ring"
     if subject.ties:
-        sentences.append(f"It ties with {', '.join(subject.ties)} (within {TIE - 1:.1%})")
+        sentences.append(f"It ties with {', '.join(subject.ties)} (within {100 * (TIE - 1):.1f} %)")
     for setting in subject.settings:
         more = setting.seconds / seconds
         takes = "is as good" if more <= TIE else f"takes {times(more)} as long"
@@ -178,7 +176,7 @@ def _others(subject: ReportedPlan) -> Iterator[Section]:
         for setting in subject.settings
     )
     if rows:
-        header = ("library", "both passes", "to this plan", "options", "moves the same as")
+        header = ("library", "both passes", "to this plan", "options", "the same plan here")
         yield Section(
             "others",
             "Other libraries' best settings",
@@ -213,7 +211,7 @@ def _facts(subject: ReportedPlan, other_entries: list[StudyEntry]) -> Iterator[F
     hidden = "messages not hidden behind compute"
     yield Fact("Waiting", quantity(simulation.exposed_seconds, "s"), hidden)
     share = simulation.compute_seconds / simulation.seconds if simulation.seconds else 1.0
-    yield Fact("Compute", f"{100 * share:.0f} %", "of the time, on the busiest rank")
+    yield Fact("Computing", f"{100 * share:.0f} %", "of the time, on the busiest rank")
     yield Fact(
         "Sent by a rank", quantity(sent_bytes, "B"), f"{quantity(outside, 'B')} leave the node"
     )
@@ -223,7 +221,7 @@ def _facts(subject: ReportedPlan, other_entries: list[StudyEntry]) -> Iterator[F
         note = f"no plan is below {quantity(distances, 's')}"
         yield Fact("Over the compute bound", times(simulation.seconds / distances), note)
     if distances := subject.least_bytes:
-        note = f"no even plan sends below {quantity(distances, 'B')}"
+        note = f"equal shares send at least {quantity(distances, 'B')}"
         yield Fact("Over the byte bound", times(sent_bytes / distances), note)
 
 
@@ -253,7 +251,7 @@ def _inputs(subject: ReportedPlan) -> TextTable:
         ("on the wire", str(work.wires)),
         ("mask", repr(work.mask)[:LONGEST_MASK]),
         ("layout", _layout(work)),
-        ("operands for backward", work.save or plan.default_save),
+        ("save, for backward", work.save or plan.default_save),
         ("a device's K and V", quantity(kv_bytes / plan.world_size, "B")),
         ("plan forward", plan.name),
         ("plan backward", backward_plan.name),

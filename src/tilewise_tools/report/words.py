@@ -16,7 +16,8 @@ def quantity(value: float, unit: str = "", figures: int = 3) -> str:
     are grouped.
 
     Args:
-        figures: significant digits of a quantity with a unit.
+        unit: one that SI prefixes go with, or "%", or "x" for a ratio.
+        figures: significant digits of a quantity with such a unit.
     """
     if not math.isfinite(value):
         return NOTHING
@@ -24,14 +25,22 @@ def quantity(value: float, unit: str = "", figures: int = 3) -> str:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     if unit == "%":
         return f"{value:.3g} %"
+    if unit == "x":
+        return f"{value:.3g}x"
     if value == 0:
         return f"0 {unit}"
+    unit, scale = prefixed(value, unit)
+    scaled = value / scale
+    digits = f"{scaled:.0f}" if abs(scaled) >= 999.5 else f"{scaled:.{figures}g}"
+    return f"{digits} {unit}"
+
+
+def prefixed(value: float, unit: str) -> tuple[str, float]:
+    """Return the unit with the SI prefix that a value takes, and that prefix as a number."""
     power = math.floor(math.log10(abs(value) * 1.0005) / 3)
     lowest_power = 0 if unit in COUNTED else -WHOLE
     power = min(max(power, lowest_power), len(PREFIXES) - 1 - WHOLE)
-    scaled = value / 1000.0**power
-    digits = f"{scaled:.0f}" if abs(scaled) >= 999.5 else f"{scaled:.{figures}g}"
-    return f"{digits} {PREFIXES[power + WHOLE]}{unit}"
+    return f"{PREFIXES[power + WHOLE]}{unit}", 1000.0**power
 
 
 def times(ratio: float) -> str:
@@ -63,16 +72,30 @@ def mask_words(mask: Mask) -> str:
 
 
 def short(plan_name: str) -> str:
-    """A plan's name without what goes without saying."""
+    """A plan's name without what goes without saying, and without the mask it was made for."""
+    plan_name = _without_masks(plan_name, "the mask")
     for usual in (", schedule='greedy'", ", moves='kv'"):
         plan_name = plan_name.replace(usual, "")
+    return plan_name
+
+
+def _without_masks(plan_name: str, instead: str) -> str:
+    """A plan's name with other words for what the strategies that see the mask are given."""
+    for name in ("needed(", "tiled("):
+        head, found, rest = plan_name.partition(name)
+        depth = 1
+        for end, letter in enumerate(rest):
+            depth += {"(": 1, ")": -1}.get(letter, 0)
+            if found and not depth:
+                plan_name = head + name + instead + rest[end:]
+                break
     return plan_name
 
 
 def in_words(plan_name: str) -> str:
     """A plan's name for a title, as in "Ulysses 8 x mesh 4 x 8"; as it is, where it is no call."""
     try:
-        call = ast.parse(plan_name, mode="eval").body
+        call = ast.parse(_without_masks(plan_name, ""), mode="eval").body
     except SyntaxError:
         return plan_name
     return _said(call) if isinstance(call, ast.Call) else plan_name
