@@ -26,6 +26,7 @@ from cuda_model.race_cases import (
     run,
 )
 from cuda_model.watched import Watch, WatchedKernel
+from support.list_kernel import ListKernel
 
 import tilewise as tw
 from tilewise.transport import streams
@@ -106,6 +107,16 @@ def test_kernels_that_take_whole_tiles_have_no_race(device, monkeypatch):
     kernel = WatchedKernel(tw.kernel("reference"), device, whole_tile=True)
     run(Case(tw.mesh(4, q_tile=2), MASKS["documents"]), device, kernel=kernel)
     assert device.races == []
+
+
+@pytest.mark.parametrize("mask", ["causal", "documents", "by head"])
+@pytest.mark.parametrize("plan", ["ring", "mesh", "mesh eager", "mesh gather", "ulysses"])
+def test_kernels_that_read_rows_where_they_lie_have_no_race(plan, mask, device, monkeypatch):
+    keep_results(monkeypatch, "wait")
+    kernel = ListKernel()
+    transport = over_nccl(monkeypatch, device, NODES.get(plan), blocking=False)
+    run(Case(PLANS[plan], MASKS[mask]), device, transport, WatchedKernel(kernel, device))
+    assert device.races == [] and kernel.calls
 
 
 @pytest.mark.parametrize("nccl", [False, True], ids=["loopback", "nccl"])

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tilewise.execution import operator
+from tilewise.tiles.calls import KernelCall, Kind
 
 OURS = {
     "tilewise::attention": operator._forward,
@@ -61,6 +62,20 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
+def _touched(
+    name: str, call: KernelCall, args: Any, results: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The rows of a call of lists: those that it reads, and those whose results it writes."""
+    sides = (0, 1, 1) if name == "forward" else (0, 1, 1, 0, 0, 0)
+    ends = (0,) * len(results) if name == "forward" else (0, 1, 1)
+
+    def rows(tensors: Any, sides: Any) -> list[Tensor]:
+        pairs = zip(tensors, sides, strict=False)
+        return [x[slice(*span)] for x, side in pairs for span in call.sides[side]]
+
+    return rows(args, sides), rows(results, ends)
+
+
 class WatchedKernel:
     """A kernel whose calls are one operation each.
 
@@ -71,6 +86,7 @@ class WatchedKernel:
     def __init__(self, kernel: Any, device: PlayedDevice, *, whole_tile: bool = False) -> None:
         self._kernel, self._device = kernel, device
         self.name, self.supports = kernel.name, kernel.supports
+        self.lists = getattr(kernel, "lists", False)
         self.square_causal = kernel.square_causal and not whole_tile
         self.whole_tile = whole_tile
         self.ways: set[Any] = set()
@@ -85,6 +101,9 @@ class WatchedKernel:
         with torch._C._DisableTorchDispatch():
             result = function(*args)
         reads, results = _tensors(args), _tensors(result)
+        for call in args:
+            if isinstance(call, KernelCall) and call.kind is Kind.LISTS:
+                reads, results = _touched(name, call, args, results)
         self.ways.add((name, len(reads), *((x.dtype, x.stride()) for x in reads)))
         self._device.take(results)
         self._device.launch(name, reads, results)

@@ -48,6 +48,7 @@ TRAITS = {
     "as gloo": GLOO_TRAITS,
     "two nodes": DEFAULT_TRAITS._replace(node_size=2),
     "results wait": DEFAULT_TRAITS._replace(waiting_results=2),
+    "lists": DEFAULT_TRAITS._replace(cut=CallStyle(whole_tile=True, lists=True), waiting_results=2),
     "sends unknown": CodeTraits(sends_in_flight=None, cut=CallStyle(False, True)),
 }
 

@@ -10,10 +10,12 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,12 +24,15 @@ from support.kernel_cases import wanted as wanted_of
 
 import tilewise as tw
 from tilewise import masks
+from tilewise.execution import forward_backward, workspace
 from tilewise.kernels.call_masks import call_mask
 from tilewise.kernels.triton.kernel import TritonSlices
 from tilewise.kernels.triton.tuning import LaunchBlocks, Tuning
 from tilewise.masks.base import Mask
+from tilewise.plan.row_ranges import Ranges, row_index
 from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.tiles.cover import tile_calls
+from tilewise.tiles.lists import call_of_slices, moved_slices, pieces_of
 
 CU_SEQLENS = [0, 3, 4, 21, 40, 45]
 NUM_TOKENS = 45
@@ -140,6 +145,104 @@ def error_of_executor() -> float:
     return max(error(x, y) for x, y in pairs)
 
 
+def error_of_places(passes: str, fresh: Sequence[Ranges]) -> float:
+    """One call whose rows lie apart and in another order, among rows of nan that it must not use.
+
+    Args:
+        fresh: of rows and of keys, counted from the call's first range: these are nan too before.
+    """
+    places = (
+        np.concatenate([np.arange(21, 33), np.arange(3, 13)]),
+        np.concatenate([np.arange(30, 50), np.arange(4, 29)]),
+    )
+    positions = np.concatenate([np.arange(5, 17), np.arange(30, 40)]), np.arange(45)
+    (call,) = tile_calls(*positions, MASKS["causal_document"], whole_tile=True)
+    case = draw(call, (4, 2), torch.float32, batch=2, head_dim=16)
+    answer = dense(case, call)
+    index = [place[row_index(ranges)] for place, ranges in zip(places, call.sides, strict=True)]
+    lists, firsts = call_of_slices(moved_slices(call.as_slices, *map(pieces_of, index)))
+    rows = [torch.from_numpy(x - first) for x, first in zip(index, firsts, strict=True)]
+    at = [
+        tuple((ranges[0][0] + a, ranges[0][0] + b) for a, b in new)
+        for ranges, new in zip(lists.sides, fresh, strict=True)
+    ]
+    lists = lists._replace(fresh=(at[0], at[1]))
+
+    def placed(x: torch.Tensor, side: int, values: torch.Tensor | None = None) -> torch.Tensor:
+        found = torch.full((lists.sides[side][-1][1], *x.shape[1:]), math.nan)
+        mine = torch.from_numpy(row_index(lists.sides[side]))
+        if values is None:
+            here = (rows[side] >= 0) & (rows[side] < len(found))
+            known = torch.full_like(found, math.nan)
+            known[rows[side][here]] = x[here].float()
+            found[mine] = known[mine]
+        else:
+            found[mine] = values
+            for start, stop in lists.fresh[side]:
+                found[start:stop] = math.nan
+        return found
+
+    def apart(got: torch.Tensor, want: torch.Tensor, side: int) -> float:
+        mine = torch.zeros(len(got), dtype=torch.bool)
+        mine[torch.from_numpy(row_index(lists.sides[side]))] = True
+        assert got[~mine].isnan().all()
+        return error(got[mine], placed(want, side)[mine])
+
+    q, k, v, dout = (placed(x, side) for x, side in zip(case[:4], (0, 1, 1, 0), strict=True))
+    zero, nowhere = torch.zeros(()), torch.full((), -math.inf)
+    into = placed(case.q, 0, zero), placed(answer.lse, 0, nowhere)
+    kernel(passes=passes).forward(q, k, v, lists, SCALE, into)
+    found = [apart(into[0], answer.out, 0), apart(into[1], answer.lse, 0)]
+    statistics = placed(answer.lse, 0), placed(answer.delta, 0)
+    sides = 0, 1, 1
+    grads = [placed(x, side, zero) for x, side in zip(answer.grads, sides, strict=True)]
+    kernel(passes=passes).backward(q, k, v, dout, *statistics, lists, SCALE, tuple(grads))
+    found += map(apart, grads, answer.grads, sides)
+    return max(found)
+
+
+MESH = tw.mesh(4, q_tile=2)
+PLACES = {"added": ((), ()), "some new": (((0, 2),), ((1, 4),)), "new": (((0, 3),), ((0, 7),))}
+"""Rows and keys whose results are written, from the first on of a call."""
+
+
+def error_of_lists(passes: str, plan: tw.Plan = MESH, dtype: torch.dtype = torch.float32) -> float:
+    """A plan whose kernel reads rows where they lie, in memory that is nan at first.
+
+    Results wait, so that calls of lists are made as on a GPU.
+    """
+    mask, layout = MASKS["causal_document"], tw.zigzag(NUM_TOKENS, 4)
+    given = [torch.randn(NUM_TOKENS, h, 8).to(dtype) for h in (2, 1, 1, 2)]
+    kinds = set[Kind]()
+
+    def on_rank(rank: int, group: Any, kernel: Any) -> list[torch.Tensor]:
+        q, k, v, dout = (layout.shard(x, rank).clone() for x in given)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        call = {"plan": plan, "layout": layout, "mask": mask, "group": group}
+        out = tw.attention(*leaves, **call, kernel=kernel)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    class Seen(TritonSlices):
+        def forward(self, q: Any, k: Any, v: Any, call: KernelCall, *rest: Any) -> Any:
+            kinds.add(call.kind)
+            return super().forward(q, k, v, call, *rest)
+
+    def blank(*size: Any, **options: Any) -> torch.Tensor:
+        return torch.full(size, 255, **options)
+
+    wanted = tw.loopback(4, partial(on_rank, kernel=tw.kernel("reference")))
+    ours = kernel(passes=passes)
+    with (
+        mock.patch.object(forward_backward, "kernel_traits", lambda _, style: (style, 4)),
+        mock.patch.object(workspace, "torch", SimpleNamespace(**{**vars(torch), "empty": blank})),
+    ):
+        found = partial(on_rank, kernel=Seen(ours.tuning, ours.deterministic))
+        got = tw.loopback(4, found)
+    assert kinds == {Kind.LISTS}
+    pairs = zip(chain(*got), chain(*wanted), strict=True)
+    return max(error(x, y) for x, y in pairs)
+
+
 def same_bits() -> bool:
     """Twice the same result, and the same for a call that skips blocks without work."""
     call = CALLS["holes"]
@@ -202,6 +305,8 @@ def of_shapes() -> dict[str, float | bool]:
     found["MQA, fp32"] = errors_of(CALLS["full"], (4, 1), torch.float32, "one", batch=2)
     found["views, fp32"], found["no scale, fp32"] = error_of_views(), error_without_scale()
     found["executor, fp32"] = error_of_executor()
+    found["lists one, fp32"] = error_of_lists("one")
+    found["places one, fp32"] = error_of_places("one", PLACES["some new"])
     found["same bits"], found["nothing"] = same_bits(), nothing()
     return found
 
@@ -219,6 +324,13 @@ def of_wide_shapes() -> dict[str, float | bool]:
     )
     lower = call_of(7, 40, Kind.CAUSAL)
     found["bottom right, fp32"] = errors_of(lower, (2, 2), torch.float32, batch=1)
+    found |= {f"lists {x}, fp32": error_of_lists(x) for x in ("two", "three")}
+    found["lists ring, fp16 results"] = error_of_lists("one", tw.ring(4), torch.float16)
+    found |= {
+        f"places {x} {name}, fp32": error_of_places(x, fresh)
+        for x in PASSES
+        for name, fresh in PLACES.items()
+    }
     return found | {f"parts {x}, fp32": error_of_parts(x) for x in PASSES}
 
 

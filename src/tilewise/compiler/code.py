@@ -84,7 +84,7 @@ class KeptBuffer(NamedTuple):
     items: tuple[tuple[Item, int, tuple[tuple[int, int], ...]], ...]
 
 
-CODE_FORMAT = 4
+CODE_FORMAT = 5
 """Raised whenever codes that were pickled before mean something else, or nothing."""
 
 

@@ -310,6 +310,11 @@ def blank_value(name: str) -> float:
     return -np.inf if name in STATISTICS else 0.0
 
 
+def narrow_fields(fields: Iterable[Field], dtype: str) -> tuple[Field, ...]:
+    """Fields of results as kernels make them: in a dtype, but for statistics."""
+    return tuple(x if x.name in STATISTICS else x._replace(dtype=dtype) for x in fields)
+
+
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor, in numbers."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from tilewise.compiler.draft import Draft
 from tilewise.compiler.head_exchange import HeadExchange, as_one_shard, head_exchange
-from tilewise.compiler.lowering import Part, lower
+from tilewise.compiler.lowering import Part, lower, read_together
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT, Launch, Program
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.layout import Layout
-from tilewise.plan.ir import Item, Plan, Role, Side
+from tilewise.plan.ir import Item, Plan, Role, Rows, Side
 from tilewise.plan.payload import Field, HeadGroups, Payload, RowFormat, accumulator
 from tilewise.tiles.call_rows import LIBRARY_STYLE, CallStyle, TileCalls
 
@@ -53,10 +53,13 @@ WAITING_RESULTS = 4
 def kernel_traits(device: str, cut: CallStyle) -> tuple[CallStyle, int]:
     """The last of CodeTraits for a kernel on a device: how tiles are cut, and what may wait.
 
-    Results wait on a GPU, whose time is short for memory, but not those of kernels of lists, which
-    add to partials themselves; on a CPU additions are cheap, and what waits would leave its cache.
+    Results wait on a GPU, whose time is short for memory. Those of kernels of whole tiles do not:
+    they are added to partials. A kernel of lists does that itself, and what arrives waits. On a CPU
+    additions are cheap, and what waits would leave its cache.
     """
-    return cut, WAITING_RESULTS if device == "cuda" and not cut.whole_tile else 0
+    if device != "cuda":
+        return cut._replace(lists=False), 0
+    return cut, 0 if cut.whole_tile and not cut.lists else WAITING_RESULTS
 
 
 def device_traits(device: str, cut: CallStyle = LIBRARY_STYLE) -> CodeTraits:
@@ -120,9 +123,18 @@ class Facts:
         one.
 
         Results do not wait where heads are exchanged by one buffer: the kernel writes into the
-        message.
+        message. Those of a kernel that could take calls of lists wait only beside such calls.
         """
+        if self.traits.cut.lists:
+            return self.lists(draft.by_head)
         return self.traits.waiting_results > 0 and not draft.by_head
+
+    def lists(self, by_head: bool) -> bool:
+        """Return whether kernel calls are of lists: they read rows where they lie, and add their
+        results there.
+        """
+        apart = by_head or self.latent or self.payload.whole_rows
+        return self.traits.cut.lists and not apart
 
     @property
     def kernel_places(self) -> bool:
@@ -194,7 +206,9 @@ class Facts:
             if self.formats[side, Role.OPERAND].in_place
             and not (self.payload.saved and not forward.row_format(side, Role.OPERAND).in_place)
         }
-        return tuple(arena for arena in self.program.arenas if arena[0].side in usable)
+        lists = self.lists(by_head=False)
+        arenas = read_together(self.plan, self.rank) if lists else self.program.arenas
+        return tuple(arena for arena in arenas if arena[0].side in usable)
 
     @cached_property
     def by_head(self) -> dict[Role, HeadExchange]:
@@ -231,6 +245,7 @@ class Facts:
         """
         layouts = self.whole_layouts if by_head else self.resolved.layouts
         cut = CallStyle(whole_rows=True) if self.payload.whole_rows else self.traits.cut
+        cut = cut._replace(lists=self.lists(by_head))
         return TileCalls(layouts, self.resolved.mask, self.resolved.groups, cut)
 
     @cached_property
@@ -276,6 +291,16 @@ class Facts:
 
     def own_heads(self, side: Side) -> int:
         return self.groups.num_heads if side is Side.Q else self.groups.num_kv_heads
+
+
+def received_rows(facts: Facts) -> dict[Item, Rows | None]:
+    """Return the rows of each operand that is received; None: all."""
+    return {
+        transfer.item: transfer.rows
+        for launch in facts.launches
+        for transfer in launch.recvs
+        if transfer.item.role is Role.OPERAND
+    }
 
 
 def shares_message(num_bytes: Sequence[int]) -> bool:

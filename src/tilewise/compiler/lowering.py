@@ -63,6 +63,14 @@ def lower(
         return Program(rank, plan.world_size, tuple(instructions), arenas)
 
 
+def read_together(plan: Plan, rank: int) -> tuple[tuple[Item, ...], ...]:
+    """Return the operands that may lie side by side where kernels take calls of lists.
+
+    These read rows among others that are not here yet, or not any more.
+    """
+    return _arenas(plan.rank_steps(rank), scattered=True)
+
+
 class _ProgramWriter:
     """Writes instructions in order, remembering where each arrival waits to be used."""
 
@@ -184,7 +192,9 @@ def _post_ahead(instructions: list[Instruction], handles: int, ahead: int) -> li
     ]
 
 
-def _arenas(steps: tuple[RankStep, ...]) -> tuple[tuple[Item, ...], ...]:
+def _arenas(
+    steps: tuple[RankStep, ...], *, scattered: bool = False
+) -> tuple[tuple[Item, ...], ...]:
     """Return groups of operands that may lie side by side: a tile reads them together.
 
     Both passes must find the same groups, so all transfers of the plan are looked at.
@@ -206,6 +216,8 @@ def _arenas(steps: tuple[RankStep, ...]) -> tuple[tuple[Item, ...], ...]:
     arenas: list[tuple[Item, ...]] = []
     for items in groups.values():
         received = [item for item in items if item in arrived]
-        if received and min(last_use[i] for i in received) > max(arrived[i] for i in received):
+        if not received:
+            continue
+        if scattered or min(last_use[i] for i in received) > max(arrived[i] for i in received):
             arenas.append(tuple(items))
     return tuple(arenas)

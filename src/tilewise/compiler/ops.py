@@ -170,16 +170,32 @@ class RowTables(NamedTuple):
     kv_heads: tuple[int, int]
 
 
+class Wholes(NamedTuple, Generic[V]):
+    """What the kernel is handed in a call of lists, which uses some rows of it.
+
+    Attributes:
+        operands: q, k, v; in backward dout, lse, delta too.
+        results: of each side's, rows of the same numbers as the operands'.
+    """
+
+    operands: tuple[V, ...]
+    results: tuple[V, ...]
+
+
 class Attend(NamedTuple, Generic[V]):
     """One kernel call.
 
     Attributes:
-        operands: q, k, v; in backward dout, lse, delta too.
+        operands: q, k, v; in backward dout, lse, delta too. In a call of lists the rows of them
+            that it reads.
         added: where results are added to what is there.
         written: where results are written, whatever was there.
         adds: of each side's results, in the order of the kernel's, whether they are added. Forward:
-            out and lse (and the largest scores). Backward: dq, then dk and dv.
-        made_bytes: of each side's results as the kernel makes them, in the dtype of its operands.
+            out and lse (and the largest scores). Backward: dq, then dk and dv. In a call of lists
+            of each run of rows of them.
+        made_bytes: of each of these results as the kernel makes them, in the dtype of its operands;
+            0 where the kernel itself writes or adds them.
+        wholes: None but in a call of lists.
     """
 
     label: str
@@ -190,9 +206,10 @@ class Attend(NamedTuple, Generic[V]):
     adds: tuple[bool, ...]
     made_bytes: tuple[int, ...]
     places: RowTables | None = None
+    wholes: Wholes[V] | None = None
 
     def results(self) -> Iterator[tuple[V, bool]]:
-        """Yield where the results of each side go, and whether they are added."""
+        """Yield where the results of each side, or run of rows, go, and whether they are added."""
         added, written = iter(self.added), iter(self.written)
         for adds in self.adds:
             yield next(added if adds else written), adds

@@ -211,7 +211,7 @@ class BoundCode:
     def _tensors_that_ops_make(self) -> Iterator[int]:
         """Yield the tensors (by index in the code) that an op allocates, outside the workspace."""
         for op in self.code.ops:
-            if isinstance(op, ops.Attend):
+            if isinstance(op, ops.Attend) and op.wholes is None:
                 yield from (ref.tensor for refs in op.written for ref in refs if self._keeps(ref))
             elif isinstance(op, ops.Expand | ops.Pull | ops.Ask):
                 yield from (ref.tensor for refs in ops.writes(op) for ref in refs)
@@ -457,6 +457,8 @@ class BoundCode:
         return step
 
     def _attend(self, op: ops.Attend[Refs]) -> Step:
+        if op.wholes is not None:
+            return self._attend_lists(op, op.wholes)
         results = [(self._all(refs), adds) for refs, adds in op.results()]
         operands = [number for refs in op.operands for number in self._all(refs)]
         operands_of, call, scale = itemgetter(*operands), op.call, self._scale
@@ -481,6 +483,16 @@ class BoundCode:
             run(*operands_of(t), call, scale, kernel_into, *extra(work))
 
         return fill_and_add
+
+    def _attend_lists(self, op: ops.Attend[Refs], wholes: ops.Wholes[Refs]) -> Step:
+        """A call that says itself which rows it reads, and of which it writes or adds results."""
+        kernel: Any = self._kernel
+        run = kernel.backward if self.code.backward else kernel.forward
+        operands = [number for refs in wholes.operands for number in self._all(refs)]
+        into = [number for refs in wholes.results for number in self._all(refs)]
+        operands_of, results_of = itemgetter(*operands), itemgetter(*into)
+        call, scale, extra = op.call, self._scale, self._extra_arguments(op)
+        return lambda t, work: run(*operands_of(t), call, scale, results_of(t), *extra(work))
 
     def _kernel_pass(self, op: ops.Attend[Refs]) -> Callable[..., tuple[Tensor, ...]]:
         """The kernel's function that gives the results of a call: all, or those of one side."""

@@ -20,6 +20,10 @@ def call_mask(call: KernelCall, device: torch.device | str = "cpu") -> Tensor:
             return torch.ones(m, n, dtype=torch.bool, device=device).tril_(n - m)
         case Kind.SLICES:
             return _slices_mask(call, m, n).to(device)
+        case Kind.LISTS:
+            raise ValueError(
+                "a call of lists is of rows that lie anywhere; give the kernel its rows alone"
+            )
 
 
 def additive_mask(call: KernelCall, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

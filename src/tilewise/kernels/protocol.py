@@ -94,6 +94,9 @@ class Kernel(Protocol):
     A kernel of whole rows, which gives each row its complete result, also has `backward_q` (dq
     alone), `backward_kv` (dk and dv alone) and `row_sum(x, out)`, the sums over the last dimension.
 
+    A kernel of whole tiles with the attribute `lists` = True takes calls of Kind.LISTS too, always
+    with `into`: it reads and writes the rows that the call names, where they lie in its operands.
+
     Attributes:
         name: for messages.
         square_causal: causal calls must have as many queries as keys (`tile_calls` obliges).
@@ -177,7 +180,7 @@ class Kernel(Protocol):
 
 def call_style(kernel: Kernel) -> CallStyle:
     """Return how a kernel wants tiles cut."""
-    return CallStyle(kernel.square_causal, kernel.whole_tile)
+    return CallStyle(kernel.square_causal, kernel.whole_tile, lists=getattr(kernel, "lists", False))
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

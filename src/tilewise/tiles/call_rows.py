@@ -55,12 +55,14 @@ class CallStyle(NamedTuple):
     Attributes:
         square_causal: causal calls must have as many rows as keys.
         whole_tile: a tile is best one call, however many slices it has.
+        lists: with whole_tile, the kernel takes calls of LISTS: rows and keys where they lie.
         whole_rows: a tile is one call of all its rows, whatever the mask: the kernel reads it.
     """
 
     square_causal: bool = False
     whole_tile: bool = False
     whole_rows: bool = False
+    lists: bool = False
 
 
 LIBRARY_STYLE = CallStyle(square_causal=True)
@@ -73,8 +75,8 @@ KERNEL_STYLES: Mapping[str, CallStyle] = MappingProxyType(
         "efficient": LIBRARY_STYLE,
         "flash_attn_4_lists": CallStyle(whole_tile=True),
         "flex": CallStyle(whole_tile=True),
-        "triton": CallStyle(whole_tile=True),
-        "triton_deterministic": CallStyle(whole_tile=True),
+        "triton": CallStyle(whole_tile=True, lists=True),
+        "triton_deterministic": CallStyle(whole_tile=True, lists=True),
         **dict.fromkeys(("cuda", "flash_attn", "flash_attn_3", "flash_attn_4"), CallStyle()),
         **dict.fromkeys(("flashinfer", "reference"), CallStyle()),
     }
@@ -240,6 +242,8 @@ def _resized(x: Any, unit: int, size: int) -> Any:
             return RowSelection(shard, *(_resized(index, unit, size) for index in x[1:]))
         case KernelCall(q, k, kind, ()):
             return KernelCall(_resized(q, unit, size), _resized(k, unit, size), kind)
+        case KernelCall():
+            raise _UnevenError
         case tuple():
             return tuple([_resized(part, unit, size) for part in x])
         case _:
@@ -355,9 +359,12 @@ def _cut(q: np.ndarray, k: np.ndarray, mask: Mask, style: CallStyle) -> Sequence
     """A tile's calls.
 
     Those whose rows must be in the order of their positions, but do not lie so, are cut into
-    rectangles and squares, of which less is to copy. All kernels then copy the same.
+    rectangles and squares, of which less is to copy. All kernels then copy the same, but for those
+    that read rows where they lie.
     """
     calls = tile_calls(q, k, mask, square_causal=style.square_causal, whole_tile=style.whole_tile)
+    if style.lists:
+        return calls
     ordered_calls = (c for c in calls if style.whole_tile or c.kind is Kind.CAUSAL)
     if all(len(call.q) == len(call.k) == 1 for call in ordered_calls):
         return calls

@@ -11,11 +11,13 @@ class Kind(Enum):
     """The shape of the allowed cells of a call of m rows and n keys, (a, j) local.
 
     FULL: all. CAUSAL: j <= a + n - m, bottom-right aligned, n >= m. SLICES: the call's slices.
+    LISTS: the call's slices, on rows and keys that lie anywhere in the operands: see KernelCall.
     """
 
     FULL = "full"
     CAUSAL = "causal"
     SLICES = "slices"
+    LISTS = "lists"
 
 
 class Slice(NamedTuple):
@@ -47,12 +49,18 @@ class _Fields(NamedTuple):
     k: Ranges
     kind: Kind
     slices: tuple[Slice, ...] = ()
+    fresh: tuple[Ranges, Ranges] = ((), ())
 
 
 class KernelCall(_Fields):
     """One kernel call: ranges of the tile's rows and keys, in call order, and the mask's shape.
 
     Ranges are half-open, into the tile's operand rows one after the other.
+
+    A call of LISTS is of operands that hold other rows too. Its ranges and slices count rows of the
+    operands; every row and key in its ranges is in some slice, and no other is read or written.
+    Its results go to rows of the same numbers: they are written for the rows and keys in `fresh`,
+    which are some of its ranges, or parts of them, and added for the others.
     """
 
     @property
@@ -61,6 +69,11 @@ class KernelCall(_Fields):
         references.
         """
         return vars(self).setdefault("_life", Life())
+
+    @property
+    def sides(self) -> tuple[Ranges, Ranges]:
+        """Ranges of its rows and of its keys."""
+        return self.q, self.k
 
     @cached_property
     def num_q(self) -> int:
@@ -74,7 +87,7 @@ class KernelCall(_Fields):
     def as_slices(self) -> tuple[Slice, ...]:
         """The call's slices; a full or a causal call is one, unless it has no rows or no keys."""
         m, n = self.num_q, self.num_k
-        if self.kind is Kind.SLICES or not (m and n):
+        if self.kind in (Kind.SLICES, Kind.LISTS) or not (m and n):
             return self.slices
         causal = self.kind is Kind.CAUSAL
         return (Slice(0, m, 0, 0, n - m + 1 if causal else n, int(causal)),)

@@ -148,8 +148,8 @@ def cover(block: Block, square_causal: bool) -> list[CallPiece]:
         return [CallPiece(Kind.SLICES, ((a, b),), ((lo_a, hi_b),), tuple(block))]
     if 4 * (hi_a - lo_b) >= hi_b - lo_a:
         parts = [CallPiece(Kind.FULL, ((a, b),), ((lo_b, hi_a),))]
-        parts += cover(_clip(block, lo_a, lo_b), square_causal)
-        return parts + cover(_clip(block, hi_a, hi_b), square_causal)
+        parts += cover(clip(block, lo_a, lo_b), square_causal)
+        return parts + cover(clip(block, hi_a, hi_b), square_causal)
     middle = (a + b) // 2
     top, bottom = _rows(block, a, middle), _rows(block, middle, b)
     return cover(top, square_causal) + cover(bottom, square_causal)
@@ -169,7 +169,7 @@ def _causal(s: Slice, square_causal: bool) -> list[CallPiece]:
     ]
 
 
-def _clip(block: Block, low: int, high: int) -> Block:
+def clip(block: Block, low: int, high: int) -> Block:
     """The cells of a block with keys in [low, high); rows without any are dropped."""
     parts: Block = []
     for s in block if low < high else ():
@@ -182,7 +182,7 @@ def _clip(block: Block, low: int, high: int) -> Block:
 
 
 def _clip_linear(s: Slice, rows: tuple[int, int], keys: tuple[int, int]) -> Block:
-    """`_clip` between rows where neither end crosses the limits but at empty cells."""
+    """`clip` between rows where neither end crosses the limits but at empty cells."""
     a, b = rows
     low, high = keys
     left = (s.lo, s.lo_slope) if s.lo + s.lo_slope * a >= low else (low, 0)
@@ -286,7 +286,7 @@ def _slices(piece: CallPiece) -> tuple[Slice, ...]:
         case Kind.CAUSAL:
             ((q0, q1),), ((k0, k1),) = piece.q, piece.k
             return (Slice(q0, q1, k0, 0, k1 - q1 + 1, 1),)
-        case Kind.SLICES:
+        case Kind.SLICES | Kind.LISTS:
             return piece.slices
 
 

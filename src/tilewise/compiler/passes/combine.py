@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.compiler.draft import AttendTile, Draft, DraftOp, View
+from tilewise.compiler.draft import AttendTile, Draft, DraftOp, View, narrow_fields
 from tilewise.compiler.facts import Facts
-from tilewise.compiler.ops import Combine, Copy, Fill, Merge, reads, writes
+from tilewise.compiler.ops import Attend, Combine, Copy, Fill, Merge, Wholes, reads, writes
+from tilewise.plan.row_ranges import union
 
 Span = tuple[int, int]
 """Rows of a partial, from the first to the one after the last."""
@@ -67,6 +68,7 @@ class _Combiner:
         self._draft = draft
         self._most = facts.traits.waiting_results
         self._by_lse = not facts.payload.backward
+        self._lists, self._dtype = facts.lists(draft.by_head), facts.payload.dtype
         self._partials: dict[int, PartialSum] = {}
         self._reads_left: defaultdict[int, list[Span]] = defaultdict(list)  # by partial, last first
 
@@ -83,9 +85,31 @@ class _Combiner:
                     self._merge(op)
                 case Copy() if op.source.buffer in self._partials:
                     self._copy(op)
+                case Attend() if op.wholes is not None:
+                    self._attend(op, op.wholes)
                 case _:
                     self._sum_all_that_are_read(op)
                     draft.ops.append(op)
+        if self._lists:
+            self._narrow()
+
+    def _narrow(self) -> None:
+        """Give partials that one call alone writes, and none adds to, the dtype of operands: as
+        kernels of libraries leave theirs. Of dq none: it is added up atomically.
+        """
+        draft = self._draft
+        roots = {number: draft.found(View(number)).buffer for number in self._partials}
+        wide: set[int] = set()
+        for op in draft.ops:
+            once = op.written if isinstance(op, Attend) else ()
+            changed = () if isinstance(op, Fill | AttendTile) else writes(op)
+            wide |= {draft.found(x).buffer for x in changed if x not in once}
+        for number, root in roots.items():
+            names = {x.name for x in draft.buffers[number].fields}
+            if root not in wide and "dq" not in names:
+                for one in {number, root}:
+                    fields = narrow_fields(draft.buffers[one].fields, self._dtype)
+                    draft.buffers[one] = draft.buffers[one]._replace(fields=fields)
 
     def _is_empty(self, op: DraftOp) -> bool:
         """Return whether an operation is done to no rows."""
@@ -139,9 +163,53 @@ class _Combiner:
         start, stop = self._span(target)
         partial.waiting.append(Waiting((start, stop), source))
         partial.parts[start:stop] += 1
-        if partial.parts[start:stop].max() > self._most:
-            segments = self._segments(number, (start, stop))
+        self._limit(number, (start, stop))
+
+    def _limit(self, number: int, rows: Span) -> None:
+        """Sum rows of a partial of which too much waits."""
+        if self._partials[number].parts[slice(*rows)].max() > self._most:
+            segments = self._segments(number, rows)
             self._sum_rows(number, [x for x in segments if len(x.sources) > self._most])
+
+    def _attend(self, attend: Attend[View], wholes: Wholes[View]) -> None:
+        """Let a kernel add to rows of partials that have a sum in their own memory already, and
+        write the others, which then have one.
+        """
+        for view in reads(attend):
+            self._read(view)
+        added: list[View] = []
+        written = [*attend.written]
+        for view in attend.added:
+            partial, rows = self._partials[view.buffer], self._span(view)
+            if view.heads is not None:
+                self._sum(view)
+            new = [*_without(rows, partial.summed)] if partial.summed else [rows]
+            old = [*_without(rows, new)] if new else [rows]
+            own = View(view.buffer, None, view.heads)
+            added += (self._draft.rows(own, x) for x in old)
+            written += (self._draft.rows(own, x) for x in new)
+            for start, stop in new:
+                partial.parts[start:stop] += 1
+            partial.summed = [*union(partial.summed, new)]
+        fresh: list[list[Span]] = [[], []]
+        ends = [self._draft.found(view) for view in wholes.results]
+        for view in map(self._draft.found, written):
+            (side,) = (i for i, end in enumerate(ends) if end.buffer == view.buffer)
+            first, (start, stop) = self._span(ends[side])[0], self._span(view)
+            fresh[side].append((start - first, stop - first))
+        adds = (True,) * len(added) + (False,) * len(written)
+        call = attend.call._replace(fresh=(union(fresh[0]), union(fresh[1])))
+        self._draft.ops.append(
+            attend._replace(
+                call=call,
+                added=tuple(added),
+                written=tuple(written),
+                adds=adds,
+                made_bytes=(0,) * len(adds),
+            )
+        )
+        for view in attend.added:
+            self._limit(view.buffer, self._span(view))
 
     def _copy(self, copy: Copy[View]) -> None:
         """Combine what waits into what reads it."""
@@ -179,7 +247,7 @@ class _Combiner:
         partial.waiting = [
             self._part(x, rows) for x in partial.waiting for rows in _without(x.rows, gone)
         ]
-        partial.summed = [rows for x in partial.summed for rows in _without(x, gone)] + gone
+        partial.summed = [*union(partial.summed, gone)]
 
     def _part(self, waiting: Waiting, rows: Span) -> Waiting:
         """Return some of the rows of a waiting result, with the same rows of its source."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewise.compiler.code import Home
 from tilewise.compiler.draft import Draft, Kept, View
-from tilewise.compiler.facts import Facts
+from tilewise.compiler.facts import Facts, received_rows
 from tilewise.plan.ir import Item, Role, Rows
 from tilewise.plan.payload import RowFormat
 
@@ -14,12 +14,7 @@ def keep(draft: Draft, facts: Facts) -> None:
     if not facts.keeps or draft.by_head:
         return
     items_of: dict[int, dict[Item, tuple[int, Rows]]] = {}
-    received = {
-        transfer.item: transfer.rows
-        for launch in facts.launches
-        for transfer in launch.recvs
-        if transfer.item.role is Role.OPERAND
-    }
+    received = received_rows(facts)
     for number, buffer in enumerate(draft.buffers):
         item = buffer.item
         if item is None or item.role is not Role.OPERAND:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tilewise.arguments import item_bytes
@@ -34,6 +34,7 @@ from tilewise.compiler.ops import (
     Op,
     Post,
     Wait,
+    Wholes,
     operand_places,
 )
 from tilewise.compiler.placement import Departures, placed
@@ -138,15 +139,25 @@ class _Writer:
 
     def _attend(self, op: Attend[View]) -> Attend[Refs]:
         """A kernel call, whose operands are one tensor each, in the order that kernels take."""
+        if op.wholes is None:
+            operands = self._by_name(op.operands)
+        else:
+            operands = tuple(map(self.refs, op.operands))
+        added, written = (tuple(map(self.refs, x)) for x in (op.added, op.written))
+        wholes = None
+        if op.wholes is not None:
+            results = tuple(map(self.refs, op.wholes.results))
+            wholes = Wholes(self._by_name(op.wholes.operands), results)
+        return op._replace(operands=operands, added=added, written=written, wholes=wholes)  # pyright: ignore
+
+    def _by_name(self, views: Iterable[View]) -> tuple[Refs, ...]:
         by_name = {
             one.name: ref
-            for view in op.operands
+            for view in views
             for one, ref in zip(self._draft.fields_of(view), self.refs(view), strict=True)
         }
         order = ("q", "k", "v", "dout", "lse", "delta")
-        operands = tuple((by_name[name],) for name in order if name in by_name)
-        added, written = (tuple(map(self.refs, x)) for x in (op.added, op.written))
-        return op._replace(operands=operands, added=added, written=written)  # pyright: ignore
+        return tuple((by_name[name],) for name in order if name in by_name)
 
     def refs(self, view: View) -> Refs:
         """The tensors of a view: one for each of its fields."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tilewise.compiler.code import Home
 from tilewise.compiler.draft import Draft, RowBuffer
-from tilewise.compiler.facts import Facts
+from tilewise.compiler.facts import Facts, received_rows
 from tilewise.plan.builder import partial
-from tilewise.plan.ir import Item, Role
+from tilewise.plan.ir import Item, Role, Rows
 
 
 def side_by_side(draft: Draft, facts: Facts) -> None:
@@ -44,17 +45,40 @@ def _place_operands(
         for item in items
     }
     sizes = [max((draft.buffers[n].num_rows for n in mine[item]), default=0) for item in items]
+    # A kernel of lists adds to rows of partials that have the numbers of the operand's rows.
+    whole = facts.lists(draft.by_head) and facts.payload.results(side)
+    received = received_rows(facts) if whole else {}
+    rooms = [
+        _Room.of(facts.num_rows(x), received.get(x), size) if whole else _Room(0, size, 0)
+        for x, size in zip(items, sizes, strict=True)
+    ]
+    parts = tuple(rows for room in rooms for rows in (room if whole else room[1:2]))
     name, heads = f"{side.name.lower()}s", facts.payload.heads(side)
     arena = draft.new(
-        RowBuffer(name, sum(sizes), row.fields, heads, Home.WORKSPACE, row, None, tuple(sizes))
+        RowBuffer(name, sum(parts), row.fields, heads, Home.WORKSPACE, row, None, parts)
     )
     start = 0
-    for item, size in zip(items, sizes, strict=True):
+    for item, room in zip(items, rooms, strict=True):
+        start += room.before
         for number in mine[item]:
             rows = draft.buffers[number].num_rows
-            if rows == size:
+            if rows == room.rows:
                 draft.place_in(number, draft.rows(arena, (start, start + rows)))
-        start += size
+        start += room.rows + room.after
+
+
+class _Room(NamedTuple):
+    """Rows of an item in an arena, and how many more rows of its shard would be around them."""
+
+    before: int
+    rows: int
+    after: int
+
+    @classmethod
+    def of(cls, size: int, received: Rows | None, rows: int) -> _Room:
+        """The room of a whole shard, of which an operand has some rows."""
+        start = received[0][0] if received and len(received) == 1 else 0
+        return cls(start, rows, size - start - rows)
 
 
 def _place_partials(

@@ -14,6 +14,14 @@ from tilewise.compiler.code import Home
 from tilewise.compiler.draft import AttendTile, Draft, Held, View
 from tilewise.compiler.facts import Facts
 from tilewise.compiler.ops import Attend, Copy, Merge, RowTables, Table
+from tilewise.compiler.passes.lists import (
+    ListCalls,
+    ListSide,
+    ListTile,
+    copied_side,
+    list_side,
+    list_tile,
+)
 from tilewise.compiler.passes.split_calls import split_calls
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan, Side, Tile
@@ -38,16 +46,22 @@ def tiles(draft: Draft, facts: Facts) -> None:
     table = facts.table(draft.by_head)
     known = _known_calls(facts.plan, facts.rank, table)
     old, draft.ops = draft.ops, []
+    lists = ListCalls(draft, facts)
     for op in old:
         if not isinstance(op, AttendTile):
+            lists.before(op)
             draft.ops.append(op)
             continue
         held = tuple(tuple(x.rows for x in side) for side in op.operands)
         if (op.tile, held) not in known:
             known[op.tile, held] = tuple(table.calls(op.tile, held))  # pyright: ignore
         for whole in known[op.tile, held]:
+            if facts.lists(draft.by_head):
+                lists.add(_where_rows_lie(draft, facts, op, whole))
+                continue
             for parts in split_calls(draft, facts, op, whole):
                 _attend(draft, facts, op, parts)
+    lists.write()
 
 
 def _attend(draft: Draft, facts: Facts, tile: AttendTile, parts: CallParts[np.ndarray]) -> None:
@@ -83,6 +97,23 @@ def _attend(draft: Draft, facts: Facts, tile: AttendTile, parts: CallParts[np.nd
     ends = tuple(operands), (), tuple(results), adds, made
     draft.ops.append(Attend(tile.label, parts.call, *ends, places))
     draft.ops += merges
+
+
+def _where_rows_lie(
+    draft: Draft, facts: Facts, tile: AttendTile, parts: CallParts[np.ndarray]
+) -> ListTile:
+    """A tile as a call of lists; a side of which rows lie in several buffers is copied."""
+    sides: list[ListSide] = []
+    for side, selections, heads in zip(Side, parts[1:3], parts[3:5], strict=True):
+        held, partials = tile.operands[side], tile.partials[side]
+        found = list_side(draft, held, partials, selections, heads)
+        if found is None:
+            label = f"gather {tile.label.removeprefix('compute ')}"
+            views = _gathered(draft, label, held, selections)
+            found = copied_side(draft, views, partials, selections, heads)
+        sides.append(found)
+    places = _places(draft, facts, tile.tile, parts) if facts.needs_places else None
+    return list_tile(tile, parts, (sides[0], sides[1]), places)
 
 
 def results_aside(

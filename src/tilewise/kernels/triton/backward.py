@@ -102,7 +102,7 @@ def _rows_run(
     return dq
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def rows_backward(
     q,
     k,
@@ -111,7 +111,6 @@ def rows_backward(
     dq,
     statistics,
     lists,
-    num_rows,
     padded,
     num_heads,
     group,
@@ -129,26 +128,26 @@ def rows_backward(
     STEP: tl.constexpr,
 ):
     """dq. Grid: [items, batch * num_heads]. STEP: as for forward."""
-    item = lists.items + tl.program_id(0) * 5
+    item = lists.items + tl.program_id(0) * 7
     batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
-    first = tl.load(item) * ROWS
+    first, end = tl.load(item), tl.load(item + 1)
     k_base, v_base = at_head(k, batch, head // group, STEP), at_head(v, batch, head // group, STEP)
     k_row, v_row, dout_row = k.row * STEP, v.row * STEP, dout.row * STEP
     q_base, dout_base = at_head(q, batch, head, STEP), at_head(dout, batch, head, STEP)
-    q_block = load_rows(q_base, first, q.row * STEP, num_rows, True, ROWS, HEAD_DIM, WIDTH)
-    dout_block = load_rows(dout_base, first, dout_row, num_rows, True, ROWS, V_DIM, V_WIDTH)
-    at = row_places(rule, first, num_rows, ROWS) if DROPS else 0
+    q_block = load_rows(q_base, first, q.row * STEP, end, True, ROWS, HEAD_DIM, WIDTH)
+    dout_block = load_rows(dout_base, first, dout_row, end, True, ROWS, V_DIM, V_WIDTH)
+    at = row_places(rule, first, end, ROWS) if DROPS else 0
     lse = statistics + tl.program_id(1).to(tl.int64) * 2 * padded + first + tl.arange(0, ROWS)
     row_lse, row_delta = tl.load(lse), tl.load(lse + padded)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    for i in range(tl.load(item + 1), tl.load(item + 2)):
+    for i in range(tl.load(item + 2), tl.load(item + 3)):
         start, stop = run_of(lists.full, i, 1)
         acc = _rows_run(
             acc, q_block, dout_block, row_lse, row_delta, k_base, v_base, k_row, v_row,
             start, stop, 0, 0, scale, rule, at, head, batch,
             False, KEYS, HEAD_DIM, V_DIM, CAPPED, DROPS,
         )  # fmt: skip
-    for i in range(tl.load(item + 3), tl.load(item + 4)):
+    for i in range(tl.load(item + 4), tl.load(item + 5)):
         start, stop = run_of(lists.masked, i, 1)
         low, high = interval_of(lists.intervals, i, ROWS)
         acc = _rows_run(
@@ -157,7 +156,7 @@ def rows_backward(
             True, KEYS, HEAD_DIM, V_DIM, CAPPED, DROPS,
         )  # fmt: skip
     dq_base = at_head(dq, batch, head, STEP)
-    put_rows(dq_base, first, dq.row * STEP, num_rows, acc * scale, ADD, HEAD_DIM)
+    put_rows(dq_base, first, dq.row * STEP, end, acc * scale, tl.load(item + 6), ADD, HEAD_DIM)
 
 
 @triton.jit
@@ -217,7 +216,10 @@ def _keys_run(
             dp = tl.dot(v, tl.trans(dout_block), input_precision="tf32x3")
             if DROPS:
                 dp = thinned(dp, rule, at_rows[None, :], keys[:, None], head, batch)
-            row_delta = tl.load(delta + rows)
+            if MASKED:  # rows beyond the run's may hold anything
+                row_delta = tl.load(delta + rows, mask=rows < stop, other=0.0)
+            else:
+                row_delta = tl.load(delta + rows)
             ds = p * (dp - row_delta[None, :])
             if CAPPED:
                 ds *= 1.0 - scores * scores
@@ -233,7 +235,7 @@ def _keys_run(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys"])
+@triton.jit
 def keys_backward(
     q,
     k,
@@ -244,7 +246,6 @@ def keys_backward(
     dv,
     statistics,
     lists,
-    num_keys,
     padded,
     num_kv_heads,
     group,
@@ -270,14 +271,14 @@ def keys_backward(
     DQ: add to dq too, atomically. STEP: as for forward. UNIT: first rows of runs are its
     multiples, which lets pairs of statistics be loaded at once.
     """
-    item = lists.items + tl.program_id(0) * 5
+    item = lists.items + tl.program_id(0) * 7
     batch, kv_head = tl.program_id(1) // num_kv_heads, tl.program_id(1) % num_kv_heads
-    first = tl.load(item) * KEYS
+    first, end = tl.load(item), tl.load(item + 1)
     k_base, v_base = at_head(k, batch, kv_head, STEP), at_head(v, batch, kv_head, STEP)
-    k_block = load_rows(k_base, first, k.row * STEP, num_keys, True, KEYS, HEAD_DIM, WIDTH)
-    v_block = load_rows(v_base, first, v.row * STEP, num_keys, True, KEYS, V_DIM, V_WIDTH)
+    k_block = load_rows(k_base, first, k.row * STEP, end, True, KEYS, HEAD_DIM, WIDTH)
+    v_block = load_rows(v_base, first, v.row * STEP, end, True, KEYS, V_DIM, V_WIDTH)
     q_row, dout_row, dq_row = q.row * STEP, dout.row * STEP, dq.row * STEP
-    at = key_places(rule, first, num_keys, KEYS) if DROPS else 0
+    at = key_places(rule, first, end, KEYS) if DROPS else 0
     dk_acc = tl.zeros([KEYS, WIDTH], tl.float32)
     dv_acc = tl.zeros([KEYS, V_WIDTH], tl.float32)
     for member in range(0, group):
@@ -285,14 +286,14 @@ def keys_backward(
         q_base, dout_base = at_head(q, batch, head, STEP), at_head(dout, batch, head, STEP)
         dq_base = at_head(dq, batch, head, STEP)
         lse = statistics + (tl.program_id(1).to(tl.int64) * group + member) * 2 * padded
-        for i in range(tl.load(item + 1), tl.load(item + 2)):
+        for i in range(tl.load(item + 2), tl.load(item + 3)):
             start, stop = run_of(lists.full, i, UNIT)
             dk_acc, dv_acc = _keys_run(
                 dk_acc, dv_acc, k_block, v_block, q_base, dout_base, dq_base, lse, lse + padded,
                 q_row, dout_row, dq_row, start, stop, 0, 0, scale, rule, at, head, batch,
                 False, ROWS, HEAD_DIM, V_DIM, DQ, DK, DV, CAPPED, DROPS,
             )  # fmt: skip
-        for i in range(tl.load(item + 3), tl.load(item + 4)):
+        for i in range(tl.load(item + 4), tl.load(item + 5)):
             start, stop = run_of(lists.masked, i, UNIT)
             low, high = interval_of(lists.intervals, i, KEYS)
             dk_acc, dv_acc = _keys_run(
@@ -300,9 +301,10 @@ def keys_backward(
                 q_row, dout_row, dq_row, start, stop, low, high, scale, rule, at, head, batch,
                 True, ROWS, HEAD_DIM, V_DIM, DQ, DK, DV, CAPPED, DROPS,
             )  # fmt: skip
+    old_end = tl.load(item + 6)
     if DK:
         dk_base = at_head(dk, batch, kv_head, STEP)
-        put_rows(dk_base, first, dk.row * STEP, num_keys, dk_acc * scale, ADD, HEAD_DIM)
+        put_rows(dk_base, first, dk.row * STEP, end, dk_acc * scale, old_end, ADD, HEAD_DIM)
     if DV:
         dv_base = at_head(dv, batch, kv_head, STEP)
-        put_rows(dv_base, first, dv.row * STEP, num_keys, dv_acc, ADD, V_DIM)
+        put_rows(dv_base, first, dv.row * STEP, end, dv_acc, old_end, ADD, V_DIM)

@@ -56,24 +56,30 @@ def load_rows(
 
 
 @triton.jit
-def put_rows(base, first, stride, end, value, ADD: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Write value [rows, width] to the rows from first on, below end, or add it to them.
+def put_rows(base, first, stride, end, value, old_end, ADD: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Write value [rows, width] to the rows from first on, below end, or with ADD add it to those
+    of them that are below old_end: the first rows, or none.
 
     One program adds to a number once: atomics give the same bits each time, and leave the old
     numbers out of registers.
     """
     at, inside = places(base, first, stride, end, value.shape[0], HEAD_DIM, value.shape[1])
     if ADD:
-        tl.atomic_add(at, value, mask=inside, sem="relaxed")
-    else:
-        tl.store(at, value, mask=inside)
+        is_old = first + tl.arange(0, value.shape[0])[:, None] < old_end
+        tl.atomic_add(at, value, mask=inside & is_old, sem="relaxed")
+        inside = inside & (first + tl.arange(0, value.shape[0])[:, None] >= old_end)
+    tl.store(at, value, mask=inside)
 
 
 @triton.jit
-def blend_rows(base, first, stride, end, value, share, HEAD_DIM: tl.constexpr):
-    """Move the rows from first on, below end, to value [rows, width] by a share of each row."""
+def blend_rows(base, first, stride, end, value, share, old_end, HEAD_DIM: tl.constexpr):
+    """Move the rows from first on, below end, to value [rows, width] by a share of each row.
+
+    From old_end on they are not read, and taken to be 0.
+    """
     at, inside = places(base, first, stride, end, value.shape[0], HEAD_DIM, value.shape[1])
-    old = tl.load(at, mask=inside, other=0.0)
+    is_old = first + tl.arange(0, value.shape[0])[:, None] < old_end
+    old = tl.load(at, mask=inside & is_old, other=0.0)
     tl.store(at, old + share[:, None] * (value - old), mask=inside)
 
 

@@ -92,13 +92,15 @@ def _finish(
     largest_row,
     first,
     end,
+    old_end,
     ADD: tl.constexpr,
     V_DIM: tl.constexpr,
     PEAKS: tl.constexpr,
 ):
     """Normalise, merge with what is there if ADD, and write out and natural-log lse.
 
-    PEAKS: and the largest score of every row.
+    old_end: end of the rows that ADD reads; the others are taken to be blank. PEAKS: and the
+    largest score of every row.
     """
     reached = total > 0.0
     total = tl.where(reached, total, 1.0)
@@ -109,26 +111,26 @@ def _finish(
     if PEAKS:
         highest, place = peak * LN2, largest + rows.to(tl.int64) * largest_row
         if ADD:
-            old = tl.load(place, mask=rows < end, other=float("-inf"))
+            old = tl.load(place, mask=rows < old_end, other=float("-inf"))
             highest = tl.maximum(highest, old)
         tl.store(place, highest, mask=rows < end)
     if ADD:
-        before = tl.load(at, mask=rows < end, other=float("-inf"))
+        before = tl.load(at, mask=rows < old_end, other=float("-inf"))
         origin = tl.maximum(before, found)
         origin = tl.where(origin == float("-inf"), 0.0, origin)
         kept, came = tl.exp(before - origin), tl.exp(found - origin)
         reached = kept + came > 0.0
         both = tl.where(reached, kept + came, 1.0)
         found = tl.where(reached, origin + tl.log(both), float("-inf"))
-        blend_rows(out, first, out_row, end, result, came / both, V_DIM)
+        blend_rows(out, first, out_row, end, result, came / both, old_end, V_DIM)
     else:
-        put_rows(out, first, out_row, end, result, False, V_DIM)
+        put_rows(out, first, out_row, end, result, 0, False, V_DIM)
     if ADD:  # several threads may hold a row's number: none stores before all have loaded
         tl.debug_barrier()
     tl.store(at, found, mask=rows < end)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def forward(
     q,
     k,
@@ -137,7 +139,6 @@ def forward(
     lse,
     largest,
     lists,
-    num_rows,
     num_heads,
     group,
     scale,
@@ -160,24 +161,24 @@ def forward(
 
     rule: a `ScoreRule`, read where CAPPED or DROPS; largest: of every row, written where PEAKS.
     """
-    item = lists.items + tl.program_id(0) * 5
+    item = lists.items + tl.program_id(0) * 7
     batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
-    first = tl.load(item) * ROWS
+    first, end = tl.load(item), tl.load(item + 1)
     k_base, v_base = at_head(k, batch, head // group, STEP), at_head(v, batch, head // group, STEP)
     k_row, v_row = k.row * STEP, v.row * STEP
     q_base = at_head(q, batch, head, STEP)
-    q_block = load_rows(q_base, first, q.row * STEP, num_rows, True, ROWS, HEAD_DIM, WIDTH)
-    places = row_places(rule, first, num_rows, ROWS) if DROPS else 0
+    q_block = load_rows(q_base, first, q.row * STEP, end, True, ROWS, HEAD_DIM, WIDTH)
+    places = row_places(rule, first, end, ROWS) if DROPS else 0
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
-    for i in range(tl.load(item + 1), tl.load(item + 2)):
+    for i in range(tl.load(item + 2), tl.load(item + 3)):
         start, stop = run_of(lists.full, i, 1)
         acc, total, peak = _run(
             acc, total, peak, q_block, k_base, v_base, k_row, v_row, start, stop, 0, 0, scale,
             rule, places, head, batch, False, KEYS, HEAD_DIM, V_DIM, CAPPED, DROPS,
         )  # fmt: skip
-    for i in range(tl.load(item + 3), tl.load(item + 4)):
+    for i in range(tl.load(item + 4), tl.load(item + 5)):
         start, stop = run_of(lists.masked, i, 1)
         low, high = interval_of(lists.intervals, i, ROWS)
         acc, total, peak = _run(
@@ -189,5 +190,5 @@ def forward(
     largest_row = largest.row if PEAKS else lse.row
     _finish(
         acc, total, peak, out_base, lse_base, largest_base, out.row * STEP, lse.row, largest_row,
-        first, num_rows, ADD, V_DIM, PEAKS,
+        first, end, tl.load(item + 6), ADD, V_DIM, PEAKS,
     )  # fmt: skip

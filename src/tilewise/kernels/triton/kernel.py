@@ -28,8 +28,9 @@ from tilewise.kernels.protocol import (
 from tilewise.kernels.triton.launch import KernelLaunch, launch
 from tilewise.kernels.triton.tuning import LaunchBlocks, Tuning, tuning_for
 from tilewise.kernels.triton.views import in_steps, view_of
-from tilewise.kernels.triton.work_list import UNIT, work_list
-from tilewise.tiles.calls import KernelCall
+from tilewise.kernels.triton.work_list import unit_of, work_list
+from tilewise.plan.row_ranges import count_rows
+from tilewise.tiles.calls import KernelCall, Kind
 
 MAX_PROGRAMS = 65535  # in the second dimension of a CUDA grid
 _STEP = 128  # rows that one program of row_statistics does
@@ -77,6 +78,7 @@ class TritonSlices(ProvidedKernel):
     name = "triton"
     square_causal = False
     whole_tile = True
+    lists = True
     device = None
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     has = ("softcap", "dropout_p", "return_max_logit")
@@ -107,7 +109,7 @@ class TritonSlices(ProvidedKernel):
         run = _Launch(self._tuning(q, v).forward, call, into is not None, scores)
         tensors = q, k, v, out, lse, largest[0] if largest else lse
         scale = scores.softcap or scale
-        run(_kernels()[0], tensors, (len(q),), scale * math.log2(math.e), PEAKS=bool(largest))
+        run(_kernels()[0], tensors, (), scale * math.log2(math.e), PEAKS=bool(largest))
         return result
 
     def differentiate_into(
@@ -121,17 +123,21 @@ class TritonSlices(ProvidedKernel):
             empty_rows(k),
             empty_rows(v),
         )
+        if at_once:
+            for start, stop in call.fresh[0]:
+                grads[0][start:stop].zero_()
         _, by_rows, by_keys, _ = _kernels()
         statistics = _row_statistics(lse, delta)
         rows, (dq, dk, dv), padded = (q, k, v, dout), grads, statistics.shape[-1]
         if not at_once:
             run = _Launch(tuning.dq, call, add, scores)
-            run(by_rows, (*rows, dq), (len(q), padded), scores.scale, statistics)
+            run(by_rows, (*rows, dq), (padded,), scores.scale, statistics)
         passes = (at_once,) if at_once else tuning.keys
         for i, blocks in enumerate(passes):
-            made = {"DK": i == 0, "DV": i == len(passes) - 1, "DQ": bool(at_once), "UNIT": UNIT}
+            parts = {"DK": i == 0, "DV": i == len(passes) - 1, "DQ": bool(at_once)}
             run = _Launch(blocks, call, add, scores, of_keys=True)
-            run(by_keys, (*rows, dq, dk, dv), (len(k), padded), scores.scale, statistics, **made)
+            made, unit = (*rows, dq, dk, dv), unit_of(call)
+            run(by_keys, made, (padded,), scores.scale, statistics, UNIT=unit, **parts)
         return grads
 
     def _tuning(self, q: Tensor, v: Tensor) -> Tuning:
@@ -196,10 +202,15 @@ class _Launch:
         if not num_items * programs:
             return
         rule, drops = score_rule(self.scores), self.scores.dropout_p > 0
-        facts = kernel, self.blocks, (num_items, programs), self.add
+        facts = kernel, self.blocks, (num_items, programs), self.add and not self._only_writes()
         facts += self.scores.softcap is not None, (rule[2:5], rule[7]) if drops else None
         rest = *extra, lists, *sizes, heads, q.shape[2] // k.shape[2], float(scale), rule
         launch(_attending, tensors, *facts, *options.items(), extra=rest)
+
+    def _only_writes(self) -> bool:
+        """Return whether no row, or key, of a call of lists has results that are added."""
+        ranges, fresh = self.call.sides[self.of_keys], self.call.fresh[self.of_keys]
+        return self.call.kind is Kind.LISTS and count_rows(ranges) == count_rows(fresh)
 
 
 def _attending(
