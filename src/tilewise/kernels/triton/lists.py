@@ -266,7 +266,7 @@ def forward(
     reached = total > 0.0
     total = tl.where(reached, total, 1.0)
     base = _of_query(out, query, STEP)
-    put_rows(base, head, out.head * STEP, end, acc / total[:, None], False, V_DIM)
+    put_rows(base, head, out.head * STEP, end, acc / total[:, None], 0, False, V_DIM)
     heads = head + tl.arange(0, HEADS)
     found = tl.where(reached, (peak + tl.log2(total)) * LN2, float("-inf"))
     tl.store(_number_of(lse, query, heads), found, mask=heads < end)
@@ -307,9 +307,9 @@ def queries_backward(
         if REST:
             acc_rest = tl.dot(ds, keys_rest, acc_rest, input_precision="tf32x3")
     base, stride = _of_query(dq, query, STEP), dq.head * STEP
-    put_rows(base, head, stride, end, acc * scale, False, HEAD_DIM)
+    put_rows(base, head, stride, end, acc * scale, 0, False, HEAD_DIM)
     if REST:
-        put_rows(base + MAIN, head, stride, end, acc_rest * scale, False, HEAD_DIM - MAIN)
+        put_rows(base + MAIN, head, stride, end, acc_rest * scale, 0, False, HEAD_DIM - MAIN)
 
 
 @triton.jit(do_not_specialize=["first_query", "length"])
