@@ -175,9 +175,19 @@ class _Block(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, layout: Layout, shard: int, rows: Rows) -> "_Block":
+    def of(cls, runs: Sequence[Sequence[int]], rows: Rows, size: int) -> "_Block":
+        """Some rows of a shard whose positions are runs of (start, count, stride)."""
+        parts = [start + stride * np.arange(count) for start, count, stride in runs]
         local = row_index(rows)
-        return cls(layout.rows(shard)[local], local, layout.size(shard))
+        return cls(np.concatenate([np.empty(0, np.int64), *parts])[local], local, size)
+
+
+class _Rows(NamedTuple):
+    """The arguments of `_Block.of`, as plain tuples: what is kept of them is not a layout's."""
+
+    runs: tuple[tuple[int, ...], ...]
+    rows: Rows
+    size: int
 
 
 Place: TypeAlias = Callable[[Sequence[KernelCall], Sequence[Sequence[_Block]]], Placed]
@@ -189,19 +199,34 @@ def _calls(blocks: Blocks, mask: Mask, cut: CallStyle, place: Place) -> Placed:
 
     A full or a causal mask asks for no more than the order.
     """
-    # Plain tuples: what is kept of them is not the layout's.
-    runs = ((tuple(map(tuple, x.runs[shard])), rows) for side in blocks for x, shard, rows in side)
-    spans = [_spans(*one) for one in runs]
+    found = tuple(
+        tuple(
+            _Rows(tuple(map(tuple, layout.runs[shard])), rows, layout.size(shard))
+            for layout, shard, rows in side
+        )
+        for side in blocks
+    )
+    if mask not in (Full(), Causal()):
+        return _recent(found, mask, cut, place)
+    spans = [_spans(*block[:2]) for side in found for block in side]
     ranges_found = [span for span in spans if span is not None]
-    if mask in (Full(), Causal()) and len(ranges_found) == len(spans):
-        closed_up_ranges = iter(_closed_up(ranges_found))
-        sides = ([(next(closed_up_ranges), x[2], x[0].size(x[1])) for x in side] for side in blocks)
-        return _long(tuple(map(tuple, sides)), mask, cut, place)
-    return _made([[_Block.of(*block) for block in side] for side in blocks], mask, cut, place)
+    if len(ranges_found) < len(spans):
+        return _recent(found, mask, cut, place)
+    closed_up_ranges = iter(_closed_up(ranges_found))
+    sides = ([(next(closed_up_ranges), x.rows, x.size) for x in side] for side in found)
+    return _long(tuple(map(tuple, sides)), mask, cut, place)
+
+
+@lru_cache(maxsize=16)
+def _recent(
+    sides: tuple[tuple[_Rows, ...], ...], mask: Mask, cut: CallStyle, place: Place
+) -> Placed:
+    """Find the calls of a tile; ranks that share its heads, and the backward pass, ask again."""
+    return _made([[_Block.of(*block) for block in side] for side in sides], mask, cut, place)
 
 
 @lru_cache(maxsize=4096)
-def _spans(runs: tuple[tuple[int, int, int], ...], rows: Rows) -> Ranges | None:
+def _spans(runs: tuple[tuple[int, ...], ...], rows: Rows) -> Ranges | None:
     """Return the positions of some rows of runs as ranges, or None if they would be many ranges."""
     if len(runs) + len(rows) > MAX_PIECES or any(stride != 1 for _, _, stride in runs):
         return None

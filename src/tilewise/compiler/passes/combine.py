@@ -244,9 +244,14 @@ class _Combiner:
             if sources != (own,):
                 self._write(label, sources, own, partial)
             partial.parts[rows[0] : rows[1]] = 1
-        partial.waiting = [
-            self._part(x, rows) for x in partial.waiting for rows in _without(x.rows, gone)
-        ]
+        low, high = gone[0][0], gone[-1][1]
+        waiting: list[Waiting] = []
+        for x in partial.waiting:  # most lie elsewhere, where calls are many
+            if x.rows[1] <= low or high <= x.rows[0]:
+                waiting.append(x)
+            else:
+                waiting += (self._part(x, rows) for rows in _without(x.rows, gone))
+        partial.waiting = waiting
         partial.summed = [*union(partial.summed, gone)]
 
     def _part(self, waiting: Waiting, rows: Span) -> Waiting:
