@@ -95,7 +95,7 @@ def test_a_code_of_another_format_is_refused_by_name(monkeypatch):
     stored = pickle.dumps(one_code())
     monkeypatch.setattr(codes, "CODE_FORMAT", 7)
     with pytest.raises(
-        ValueError, match=r"pickled in format 4, .* reads format 7; prepare it anew"
+        ValueError, match=r"pickled in format 5, .* reads format 7; prepare it anew"
     ):
         pickle.loads(stored)
 
