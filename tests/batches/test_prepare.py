@@ -115,7 +115,7 @@ def test_a_canonical_call_of_a_prepared_value_is_refused_by_name():
 def test_a_prepared_value_of_another_format_is_refused(monkeypatch):
     stored = pickle.dumps(first_step().prepare(1))
     monkeypatch.setattr(code, "CODE_FORMAT", 7)
-    with pytest.raises(ValueError, match=r"in format 4, .* reads format 7; prepare it anew"):
+    with pytest.raises(ValueError, match=r"in format 5, .* reads format 7; prepare it anew"):
         pickle.loads(stored)
 
 

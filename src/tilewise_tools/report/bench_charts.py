@@ -238,7 +238,7 @@ def speeds(kind: str, all_cases: list[ReportCase], colours: Colours) -> Figure |
         if (mask, name) not in medians:
             return -1, "", f"{name}\n{mask}: no figure"
         figure, best = medians[mask, name], max(x for (m, _), x in medians.items() if m == mask)
-        text = f"{figure * 1e12 / scale:.3g}"
+        text = f"{figure * (1e12 / scale):.3g}"
         note = f"{name}\n{mask}: {text} {unit}, {len(values_by_cell[mask, name])} cases"
         return sum(best / figure > bound for bound in BOUNDS), text, note
 

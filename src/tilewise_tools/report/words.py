@@ -2,6 +2,7 @@
 
 import ast
 import math
+import sys
 
 from tilewise.masks.base import And, Mask, Window
 
@@ -37,7 +38,8 @@ def quantity(value: float, unit: str = "", figures: int = 3) -> str:
 
 def prefixed(value: float, unit: str) -> tuple[str, float]:
     """Return the unit with the SI prefix that a value takes, and that prefix as a number."""
-    power = math.floor(math.log10(abs(value) * 1.0005) / 3)
+    most = sys.float_info.max
+    power = math.floor(math.log10(min(abs(value) * 1.0005, most)) / 3)
     lowest_power = 0 if unit in COUNTED else -WHOLE
     power = min(max(power, lowest_power), len(PREFIXES) - 1 - WHOLE)
     return f"{PREFIXES[power + WHOLE]}{unit}", 1000.0**power
