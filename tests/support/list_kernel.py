@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.kernels.protocol import Places, Scores
+from tilewise.kernels.protocol import Places, Scores, deliver
 from tilewise.kernels.reference import Reference
-from tilewise.plan.row_ranges import count_rows, row_index
+from tilewise.plan.row_ranges import count_rows, row_index, without
 from tilewise.tiles.calls import KernelCall, Kind, Slice
-from tilewise.tiles.lists import without
 
 
 class ListKernel(Reference):
@@ -51,8 +50,6 @@ class ListKernel(Reference):
         mine = tuple(x[rows].to(y.dtype) for x, y in zip(into, found, strict=True))
         merged = tuple(x.clone() for x in mine)
         if len(rows):
-            from tilewise.kernels.protocol import deliver
-
             deliver(found, merged)
         for x, y in zip(into, merged, strict=True):
             x[rows] = y.to(x.dtype)

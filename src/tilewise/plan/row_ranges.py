@@ -1,4 +1,4 @@
-"""Rows as half-open ranges: union, cover, count, and the rows themselves.
+"""Rows as half-open ranges: union, difference, cover, count, and the rows themselves.
 
 Sets of rows ascend, and None stands for all rows; ranges in any order stand for rows in that order.
 """
@@ -31,6 +31,22 @@ def union(*parts: Iterable[tuple[int, int]] | None) -> Rows:
         elif stop > range_stop:
             range_stop = stop
     return (*merged, (range_start, range_stop))
+
+
+def without(ranges: Iterable[tuple[int, int]], taken: Rows) -> Rows:
+    """The rows of ascending ranges that are in none of some others, which ascend too."""
+    found: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        for low, high in taken:
+            if low >= stop:
+                break
+            if high > start:
+                if start < low:
+                    found.append((start, low))
+                start = max(start, high)
+        if start < stop:
+            found.append((start, stop))
+    return tuple(found)
 
 
 def covers(have: Rows | None, need: Rows | None) -> bool:

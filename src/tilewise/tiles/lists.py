@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.plan.row_ranges import Ranges, union
+from tilewise.plan.row_ranges import union
 from tilewise.tiles.calls import KernelCall, Kind, Slice
 from tilewise.tiles.cover import clip
 
@@ -106,17 +106,3 @@ def _joined(slices: Iterable[Slice]) -> list[Slice]:
     for rows, keys in by_rows.items():
         found += [Slice(*rows, low, 0, high, 0) for low, high in union(keys)]
     return found
-
-
-def without(ranges: Ranges, taken: Ranges) -> Ranges:
-    """Return the rows of ascending ranges that are in none of some others, which ascend too."""
-    found: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        for low, high in taken:
-            if low < stop and high > start:
-                if start < low:
-                    found.append((start, low))
-                start = max(start, high)
-        if start < stop:
-            found.append((start, stop))
-    return tuple(found)

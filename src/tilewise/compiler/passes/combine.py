@@ -12,7 +12,7 @@ then a partial is read and written again for every call, which a GPU's memory is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -22,7 +22,7 @@ import numpy as np
 from tilewise.compiler.draft import AttendTile, Draft, DraftOp, View, narrow_fields
 from tilewise.compiler.facts import Facts
 from tilewise.compiler.ops import Attend, Combine, Copy, Fill, Merge, Wholes, reads, writes
-from tilewise.plan.row_ranges import union
+from tilewise.plan.row_ranges import Rows, union, without
 
 Span = tuple[int, int]
 """Rows of a partial, from the first to the one after the last."""
@@ -54,7 +54,7 @@ class PartialSum:
     blank: Fill[View]
     parts: np.ndarray
     waiting: list[Waiting] = field(default_factory=list[Waiting])
-    summed: list[Span] = field(default_factory=list[Span])
+    summed: Rows = ()
 
 
 def combine(draft: Draft, facts: Facts) -> None:
@@ -183,14 +183,14 @@ class _Combiner:
             partial, rows = self._partials[view.buffer], self._span(view)
             if view.heads is not None:
                 self._sum(view)
-            new = [*_without(rows, partial.summed)] if partial.summed else [rows]
-            old = [*_without(rows, new)] if new else [rows]
+            new = without([rows], partial.summed)
+            old = without([rows], new)
             own = View(view.buffer, None, view.heads)
             added += (self._draft.rows(own, x) for x in old)
             written += (self._draft.rows(own, x) for x in new)
             for start, stop in new:
                 partial.parts[start:stop] += 1
-            partial.summed = [*union(partial.summed, new)]
+            partial.summed = union(partial.summed, new)
         fresh: list[list[Span]] = [[], []]
         ends = [self._draft.found(view) for view in wholes.results]
         for view in map(self._draft.found, written):
@@ -235,7 +235,7 @@ class _Combiner:
 
     def _sum_rows(self, number: int, segments: Sequence[_Segment]) -> None:
         """Combine rows of a partial into its own memory; what was added to others still waits."""
-        partial, gone = self._partials[number], [rows for rows, _ in segments]
+        partial, gone = self._partials[number], tuple(rows for rows, _ in segments)
         if not segments:
             return
         label = partial.blank.label.replace("fill", "combine")
@@ -250,9 +250,9 @@ class _Combiner:
             if x.rows[1] <= low or high <= x.rows[0]:
                 waiting.append(x)
             else:
-                waiting += (self._part(x, rows) for rows in _without(x.rows, gone))
+                waiting += (self._part(x, rows) for rows in without([x.rows], gone))
         partial.waiting = waiting
-        partial.summed = [*union(partial.summed, gone)]
+        partial.summed = union(partial.summed, gone)
 
     def _part(self, waiting: Waiting, rows: Span) -> Waiting:
         """Return some of the rows of a waiting result, with the same rows of its source."""
@@ -298,22 +298,6 @@ class _Combiner:
             ops.append(Copy(label, sources[0], target))
         else:
             ops.append(Combine(label, tuple(sources), target, self._by_lse))
-
-
-def _without(span: Span, gone: Sequence[Span]) -> Iterator[Span]:
-    """Yield what remains of a range of rows without some other ranges, which are ascending."""
-    start, stop = span
-    if stop <= gone[0][0] or gone[-1][1] <= start:
-        yield span
-        return
-    for first, last in gone:
-        if first >= stop:
-            break
-        if start < first:
-            yield start, first
-        start = max(start, last)
-    if start < stop:
-        yield start, stop
 
 
 def _is_plain(view: View) -> bool:

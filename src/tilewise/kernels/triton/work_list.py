@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.masks.strips import expand
+from tilewise.plan.row_ranges import without
 from tilewise.tiles.calls import KernelCall, Kind
-from tilewise.tiles.lists import without
 
 FAR = 1 << 30  # farther than any index: an end that does not bind
 UNIT = 2  # rows at which runs of blocks of keys begin: their statistics are loaded in pairs
