@@ -311,7 +311,9 @@ def blank_value(name: str) -> float:
 
 
 def narrow_fields(fields: Iterable[Field], dtype: str) -> tuple[Field, ...]:
-    """Fields of results as kernels make them: in a dtype, but for statistics."""
+    """Return fields of results in a dtype, but for statistics: as kernels make them, and calls give
+    them.
+    """
     return tuple(x if x.name in STATISTICS else x._replace(dtype=dtype) for x in fields)
 
 

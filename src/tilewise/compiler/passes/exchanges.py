@@ -19,6 +19,7 @@ from tilewise.compiler.draft import (
     RowBuffer,
     View,
     blank_value,
+    narrow_fields,
 )
 from tilewise.compiler.facts import Facts
 from tilewise.compiler.ops import (
@@ -34,7 +35,6 @@ from tilewise.compiler.ops import (
 from tilewise.compiler.program import Await, Compute, Launch, Team, compute_label, wait_label
 from tilewise.plan.builder import partial
 from tilewise.plan.ir import Role, Side, Tile
-from tilewise.plan.payload import STATISTICS, Field
 
 
 def exchanges(draft: Draft, facts: Facts) -> None:
@@ -267,10 +267,7 @@ class _Heads:
     def _collect(self, side: Side) -> None:
         """Read what all ranks computed of this rank's rows."""
         draft, facts = self._draft, self._facts
-        fields = tuple(
-            x if x.name in STATISTICS else Field(x.name, x.width, facts.payload.dtype)
-            for x in facts.result_fields(side)
-        )
+        fields = narrow_fields(facts.result_fields(side), facts.payload.dtype)
         rows, heads = facts.num_own_rows(side), facts.own_heads(side)
         results = draft.apart("results", rows, fields, heads, Home.GIVEN)
         label = f"collect {' '.join(x.name for x in fields)}"

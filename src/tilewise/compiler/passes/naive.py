@@ -12,7 +12,15 @@ from itertools import product
 from typing import TypeAlias
 
 from tilewise.compiler.code import Home
-from tilewise.compiler.draft import AttendTile, Draft, Held, RowBuffer, View, blank_value
+from tilewise.compiler.draft import (
+    AttendTile,
+    Draft,
+    Held,
+    RowBuffer,
+    View,
+    blank_value,
+    narrow_fields,
+)
 from tilewise.compiler.facts import Facts, shares_message
 from tilewise.compiler.ops import (
     Ask,
@@ -27,7 +35,7 @@ from tilewise.compiler.ops import (
 from tilewise.compiler.program import Compute, Launch, compute_label, held_ranges, wait_label
 from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import Item, Role, Rows, Side, Tile, Transfer, rows_label
-from tilewise.plan.payload import STATISTICS, Field
+from tilewise.plan.payload import Field
 from tilewise.plan.row_ranges import count, count_rows, packed_ranges
 
 Travelling: TypeAlias = tuple[Item, Rows | None]
@@ -366,10 +374,7 @@ class _Writer:
         """Write this rank's finished partials of a side, over its shards and head groups."""
         facts, draft = self.facts, self.draft
         names = " ".join(name for name, _ in facts.payload.results(side))
-        fields = tuple(
-            x if x.name in STATISTICS else x._replace(dtype=facts.payload.dtype)
-            for x in facts.result_fields(side)
-        )
+        fields = narrow_fields(facts.result_fields(side), facts.payload.dtype)
         rows, heads = facts.num_own_rows(side), facts.own_heads(side)
         results = draft.apart("results", rows, fields, heads, Home.GIVEN)
         one = len(facts.held[side]) == facts.groups.groups == 1
