@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.layouts.layout import Layout, Run
+from tilewise.layouts.layout import Layout, Run, positions_of_runs
 from tilewise.plan.ir import Plan
 
 Rows = NDArray[np.int64]
@@ -112,8 +112,7 @@ class RowMoves:
 
     def wanted_rows(self, rank: int) -> Rows:
         """Positions of a rank's result, int64; `FILL` where it is filled."""
-        parts = [run.start + run.stride * np.arange(run.count) for run in self.wanted[rank]]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return positions_of_runs(self.wanted[rank])
 
     def of_rank(self, rank: int) -> RankMoves:
         """Return what one rank sends, receives and keeps."""

@@ -77,6 +77,12 @@ def _are_normal(runs: Sequence[Run]) -> bool:
     return True
 
 
+def positions_of_runs(runs: Iterable[Sequence[int]]) -> NDArray[np.int64]:
+    """Return the positions of runs (start, count, stride), int64, in their order."""
+    parts = [start + stride * np.arange(count, dtype=np.int64) for start, count, stride in runs]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
 def runs_of_positions(positions: NDArray[np.int64]) -> tuple[Run, ...]:
     """Return the normal runs of positions in any order.
 
@@ -226,8 +232,7 @@ class Layout(OpaqueValue):
     def rows(self, shard: int) -> NDArray[np.int64]:
         """Global positions of a shard's rows, int64."""
         self._check_rank(shard)
-        parts = [r.start + r.stride * np.arange(r.count, dtype=np.int64) for r in self.runs[shard]]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return positions_of_runs(self.runs[shard])
 
     def ranges(self, shard: int) -> tuple[tuple[int, int], ...]:
         """A shard's positions as half-open ranges, neighbouring ones joined."""

@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 
-from tilewise.layouts.layout import Layout
+from tilewise.layouts.layout import Layout, positions_of_runs
 from tilewise.masks.base import Causal, Full, Mask
 from tilewise.plan.ir import Rows, Side, Tile
 from tilewise.plan.payload import HeadGroups
@@ -177,12 +177,11 @@ class _Block(NamedTuple):
     @classmethod
     def of(cls, runs: Sequence[Sequence[int]], rows: Rows, size: int) -> "_Block":
         """Some rows of a shard whose positions are runs of (start, count, stride)."""
-        parts = [start + stride * np.arange(count) for start, count, stride in runs]
         local = row_index(rows)
-        return cls(np.concatenate([np.empty(0, np.int64), *parts])[local], local, size)
+        return cls(positions_of_runs(runs)[local], local, size)
 
 
-class _Rows(NamedTuple):
+class _HeldRows(NamedTuple):
     """The arguments of `_Block.of`, as plain tuples: what is kept of them is not a layout's."""
 
     runs: tuple[tuple[int, ...], ...]
@@ -201,7 +200,7 @@ def _calls(blocks: Blocks, mask: Mask, cut: CallStyle, place: Place) -> Placed:
     """
     found = tuple(
         tuple(
-            _Rows(tuple(map(tuple, layout.runs[shard])), rows, layout.size(shard))
+            _HeldRows(tuple(map(tuple, layout.runs[shard])), rows, layout.size(shard))
             for layout, shard, rows in side
         )
         for side in blocks
@@ -219,7 +218,7 @@ def _calls(blocks: Blocks, mask: Mask, cut: CallStyle, place: Place) -> Placed:
 
 @lru_cache(maxsize=16)
 def _recent(
-    sides: tuple[tuple[_Rows, ...], ...], mask: Mask, cut: CallStyle, place: Place
+    sides: tuple[tuple[_HeldRows, ...], ...], mask: Mask, cut: CallStyle, place: Place
 ) -> Placed:
     """Find the calls of a tile; ranks that share its heads, and the backward pass, ask again."""
     return _made([[_Block.of(*block) for block in side] for side in sides], mask, cut, place)
