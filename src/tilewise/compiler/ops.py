@@ -171,7 +171,7 @@ class RowTables(NamedTuple):
 
 
 class Wholes(NamedTuple, Generic[V]):
-    """What the kernel is handed in a call of lists, which uses some rows of it.
+    """The tensors that a kernel is handed in a call of lists, which uses some rows of them.
 
     Attributes:
         operands: q, k, v; in backward dout, lse, delta too.

@@ -20,7 +20,7 @@ from tilewise.tiles.calls import KernelCall, Kind, Slice
 from tilewise.tiles.cover import clip
 
 
-class Piece(NamedTuple):
+class PlacedPiece(NamedTuple):
     """Rows that follow each other both in a call and in a buffer.
 
     Attributes:
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     num_rows: int
 
 
-def pieces_of(places: np.ndarray) -> list[Piece]:
+def pieces_of(places: np.ndarray) -> list[PlacedPiece]:
     """Return the pieces of a call's rows.
 
     Args:
@@ -42,7 +42,7 @@ def pieces_of(places: np.ndarray) -> list[Piece]:
     starts = np.flatnonzero(np.append(True, np.diff(places) != 1)) if len(places) else places
     counts = np.diff(np.append(starts, len(places)))
     columns = (x.tolist() for x in (starts, places[starts], counts))
-    return [Piece(*one) for one in zip(*columns, strict=True)]
+    return [PlacedPiece(*one) for one in zip(*columns, strict=True)]
 
 
 def call_of_slices(slices: Iterable[Slice]) -> tuple[KernelCall, tuple[int, int]]:
@@ -70,7 +70,7 @@ def _keys(x: Slice) -> tuple[int, int]:
 
 
 def moved_slices(
-    slices: Iterable[Slice], q: Sequence[Piece], k: Sequence[Piece]
+    slices: Iterable[Slice], q: Sequence[PlacedPiece], k: Sequence[PlacedPiece]
 ) -> Iterator[Slice]:
     """Cut slices of a call where pieces end, and count their rows and keys in the buffers.
 

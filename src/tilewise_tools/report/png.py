@@ -141,7 +141,7 @@ def _bars(axes: Any, trace: Words, *, is_stacked: bool) -> None:
 
 
 def _ends(axes: Any) -> dict[str, float]:
-    """Where the bars of each name end so far."""
+    """Return the place up to which the bars of each name reach so far."""
     ends: dict[str, float] = {}
     for patch in axes.patches:
         ends[patch.get_gid()] = max(

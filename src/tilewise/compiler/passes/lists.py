@@ -91,7 +91,7 @@ class ListTile(NamedTuple):
 
     @property
     def _memory(self) -> tuple[object, ...]:
-        """What must be the same for two tiles to be one call."""
+        """The buffers of a tile; two tiles are one call only if these are the same."""
         return tuple((x.views, x.starts, x.results) for x in self.sides)
 
     @property
@@ -176,7 +176,7 @@ def copied_side(
 ) -> ListSide:
     """Return one side of a call whose rows have been copied together, in the order of the call."""
     places = np.arange(draft.num_rows(views[0]))
-    rows = _Rows(places, np.empty_like(places), np.empty_like(places))
+    rows = _PlacedRows(places, np.empty_like(places), np.empty_like(places))
     for part in selections:
         where = slice(None) if part.call is None else part.call
         rows.shards[where] = part.shard
@@ -185,8 +185,8 @@ def copied_side(
     return _with_results(draft, views, (0,) * len(views), rows, partials, heads)
 
 
-class _Rows(NamedTuple):
-    """Of each row of a call where it lies, its shard, and its number there."""
+class _PlacedRows(NamedTuple):
+    """The rows of a call, by column: where each lies, its shard, and its number in the shard."""
 
     places: np.ndarray
     shards: np.ndarray
@@ -195,7 +195,7 @@ class _Rows(NamedTuple):
 
 def _rows_of(
     draft: Draft, held: Sequence[Held], selections: Selections, starts: dict[int, int]
-) -> _Rows:
+) -> _PlacedRows:
     columns: list[tuple[np.ndarray, ...]] = []
     for part in selections:
         block = _numbers(part.block, draft.num_rows(held[part.shard].views[0]))
@@ -203,7 +203,7 @@ def _rows_of(
         columns.append((call, block + starts[part.shard], np.full(len(block), part.shard), local))
     call, *rest = (np.concatenate(x) for x in zip(*columns, strict=True))
     order = np.argsort(call, kind="stable")
-    return _Rows(*(x[order] for x in rest))
+    return _PlacedRows(*(x[order] for x in rest))
 
 
 def _numbers(index: slice | np.ndarray | None, size: int) -> np.ndarray:
@@ -219,7 +219,7 @@ def _with_results(
     draft: Draft,
     views: tuple[View, ...],
     starts: tuple[int, ...],
-    rows: _Rows,
+    rows: _PlacedRows,
     partials: Sequence[View],
     heads: slice | None,
 ) -> ListSide:

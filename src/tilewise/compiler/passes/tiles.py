@@ -46,7 +46,7 @@ def tiles(draft: Draft, facts: Facts) -> None:
     table = facts.table(draft.by_head)
     known = _known_calls(facts.plan, facts.rank, table)
     old, draft.ops = draft.ops, []
-    lists = ListCalls(draft, facts)
+    takes_lists, lists = facts.lists(draft.by_head), ListCalls(draft, facts)
     for op in old:
         if not isinstance(op, AttendTile):
             lists.before(op)
@@ -56,7 +56,7 @@ def tiles(draft: Draft, facts: Facts) -> None:
         if (op.tile, held) not in known:
             known[op.tile, held] = tuple(table.calls(op.tile, held))  # pyright: ignore
         for whole in known[op.tile, held]:
-            if facts.lists(draft.by_head):
+            if takes_lists:
                 lists.add(_where_rows_lie(draft, facts, op, whole))
                 continue
             for parts in split_calls(draft, facts, op, whole):
