@@ -216,12 +216,10 @@ class PairSearch:
             spent = self._num_messages - messages_before
             if spent >= FINALISTS * MAX_MESSAGES or pair.seconds >= best:
                 break
-            pair = pair._replace(forward=self.forward.exact(pair.forward))
-            if pair.seconds < best:  # its backward pass can only take longer than its sample
-                backward_trial = self.backward[pair.save].exact(pair.backward)
-                pair = pair._replace(backward=backward_trial)
-            exact.append(pair)
-            best = min(best, pair.seconds)
+            forward_trial = self.forward.exact(pair.forward)
+            backward_trial = self.backward[pair.save].exact(pair.backward)
+            exact.append(pair._replace(forward=forward_trial, backward=backward_trial))
+            best = min(best, exact[-1].seconds)
         others = (pair for pair in ranked if pair not in finalists[: len(exact)])
         return exact + [x for x in others if not x.sampled or x.seconds >= best]
 
