@@ -55,8 +55,9 @@ class _Blocks(NamedTuple):
         if call.kind is not Kind.LISTS:
             size = call.num_k if of_keys else call.num_q
             first = np.arange(0, size, own)
-            return cls(first, np.minimum(first + own, size), np.minimum(first + own, size))
-        ranges, fresh = (call.q, call.k)[of_keys], call.fresh[of_keys]
+            end = np.minimum(first + own, size)
+            return cls(first, end, end)
+        ranges, fresh = call.sides[of_keys], call.fresh[of_keys]
         spans = sorted(
             [(start, stop, 0) for start, stop in fresh]
             + [(start, stop, 1) for start, stop in without(ranges, fresh)]
@@ -122,7 +123,7 @@ def work_list(call: KernelCall, own: int, others: int, of_keys: bool = False) ->
     runs, bands = runs[kept], bands.take(edges[kept])
     together = np.zeros(len(runs), np.int64)
     if call.kind is Kind.LISTS:  # what lies between two ranges of a call may be nowhere
-        starts = [start for start, _ in (call.q if of_keys else call.k)]
+        starts = [start for start, _ in call.sides[not of_keys]]
         together = np.searchsorted(starts, runs[:, 1], "right")
     masked, intervals = _merged(runs, bands, together, blocks.first, own, others)
     return _listed(full, masked, intervals, blocks)
