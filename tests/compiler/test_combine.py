@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from conformance.oracle import Result, assert_close, dense, draw, split
+from conformance.oracle import assert_close, dense, draw, split
 from conformance.table import STRATEGIES, plans
+from support.gpu_codes import LARGE, LAYOUTS, LONG, MASKS, errors_in_bf16, plans_of_four_heads
 from support.thinned import thinned
 
 import tilewise as tw
@@ -27,15 +27,6 @@ from tilewise.plan.ir import Tile
 from tilewise.plan.payload import Field
 from tilewise.tiles.call_rows import CallParts, RowSelection
 from tilewise.tiles.calls import KernelCall, Kind
-
-LAYOUTS = tw.zigzag, tw.contiguous, tw.striped
-MASKS = {
-    "full": tw.Full(),
-    "causal": tw.Causal(),
-    "window": tw.Causal() & tw.Window(3, 0),
-    "documents": tw.Document([0, 3, 3, 8, 13]) & tw.Causal() | tw.Window(1, 1),
-    "by head": tw.PerHead([tw.Causal(), tw.Full(), tw.Causal() & tw.Window(3, 0), tw.Full()]),
-}
 
 
 @pytest.fixture
@@ -73,8 +64,8 @@ def test_every_strategy_is_exact_however_many_results_wait(strategy, mask: str, 
 
 
 def plans_of(strategy: Any, number: int) -> list[tw.Plan]:
-    """Four plans of whole queries that four KV heads serve: some twice, if there are fewer."""
-    chosen = [x for x in strategy.plans(4) if not x.replicated_queries and x.num_head_groups <= 4]
+    """Four plans of a strategy: some twice, if there are fewer."""
+    chosen = plans_of_four_heads(strategy)
     return [chosen[(number + i) % len(chosen)] for i in range(4)] if chosen else []
 
 
@@ -87,17 +78,10 @@ def test_results_do_wait(wait):
 
 
 @pytest.mark.parametrize("plan", [tw.ring(4), tw.mesh(4, q_tile=2), tw.attention2d(2, 2)], ids=repr)
-def test_bf16_is_as_near_as_where_nothing_waits(plan: tw.Plan, monkeypatch, wait):
-    x = draw((96, 4, 16), (96, 2, 16), seed=1)
-    x = type(x)(*(t.bfloat16().double() for t in x))._replace(dlse=torch.zeros(96, 4).double())
-    want = dense(x, tw.Causal())
-
+def test_bf16_is_as_near_as_where_nothing_waits(plan: tw.Plan, wait):
     def error(most: int) -> dict[str, float]:
-        fresh = plan.changed()  # what is kept of codes is the plan's
         wait(most, cut=True)
-        got: Result = split(x, fresh, tw.zigzag(96, 4), tw.Causal(), torch.bfloat16)
-        pairs = zip(Result._fields, got, want, strict=True)
-        return {name: float((a.double() - b).square().mean().sqrt()) for name, a, b in pairs}
+        return errors_in_bf16(plan)
 
     before = error(0)
     for most in (1, 2, 4, 8):
@@ -106,26 +90,22 @@ def test_bf16_is_as_near_as_where_nothing_waits(plan: tw.Plan, monkeypatch, wait
             assert now[name] <= 1.03 * before[name], (name, most)
 
 
-LONG = 1 << 20
-LARGE = (
-    # plan, tokens, heads, most GB forward and backward
-    ("mesh", tw.mesh(256, q_tile=16), LONG, (32, 32), (13, 60)),
-    ("mesh of 8 KV heads", tw.mesh(256, q_tile=16), LONG, (64, 8), (15.8, 33)),
-    ("gather", tw.mesh(256, q_tile=16, schedule="gather"), LONG, (32, 32), (6.5, 17)),
-    ("ulysses", tw.ulysses(8, inner=tw.mesh(32, q_tile=4)), LONG, (32, 32), (5.5, 12)),
-    ("long ring", tw.ring(256), LONG, (32, 32), (18, 80)),
-    ("ring", tw.ring(8), LONG // 8, (32, 32), (3, 12)),
-)
+MOST_GB = {  # forward and backward
+    "mesh": (13, 60),
+    "mesh of 8 KV heads": (15.8, 33),
+    "gather": (6.5, 17),
+    "ulysses": (5.5, 12),
+    "long ring": (18, 80),
+    "ring": (3, 12),
+}
 
 
-@pytest.mark.parametrize("case", LARGE, ids=lambda case: case[0])
-def test_a_rank_moves_few_bytes_beside_its_kernels(case):
+@pytest.mark.parametrize("name", LARGE)
+def test_a_rank_moves_few_bytes_beside_its_kernels(name: str):
     """Causal, bf16: what 0.95 of a kernel's own speed allows at 4.2 TB/s, or comes near to it."""
-    _, plan, num_tokens, heads, most = case
-    work = tw.Workload(num_tokens, *heads, 128, mask=tw.Causal())
     for backward in (False, True):
-        code = plan.code(work, plan.world_size // 3, backward, device="cuda")
-        assert code.traffic_bytes <= most[backward] * 1e9
+        code = LARGE[name].code(backward)
+        assert code.traffic_bytes <= MOST_GB[name][backward] * 1e9
         waiting = {len(op.sources) for op in code.ops if isinstance(op, Combine)}
         assert waiting and max(waiting) <= WAITING_RESULTS + 1
         assert not any(adds for op in code.ops if isinstance(op, Attend) for adds in op.adds)
