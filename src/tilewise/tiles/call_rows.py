@@ -1,6 +1,6 @@
 """Rows that each kernel call of a tile reads, of which shard, and which of them need copying."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import gcd
@@ -12,6 +12,7 @@ import numpy as np
 from tilewise.layouts.layout import Layout, positions_of_runs
 from tilewise.masks.base import Causal, Full, Mask
 from tilewise.plan.ir import Rows, Side, Tile
+from tilewise.plan.kept import KeptWith, RecentValues
 from tilewise.plan.payload import HeadGroups
 from tilewise.plan.row_ranges import Ranges, count_rows, row_index, to_ranges
 from tilewise.tiles.calls import KernelCall, Kind
@@ -216,12 +217,19 @@ def _calls(blocks: Blocks, mask: Mask, cut: CallStyle, place: Place) -> Placed:
     return _long(tuple(map(tuple, sides)), mask, cut, place)
 
 
-@lru_cache(maxsize=16)
+_RECENT: KeptWith[RecentValues[Hashable, Placed]] = KeptWith(lambda _: RecentValues(16))
+"""The calls of tiles under a mask, for as long as the mask lives."""
+
+
 def _recent(
     sides: tuple[tuple[_HeldRows, ...], ...], mask: Mask, cut: CallStyle, place: Place
 ) -> Placed:
     """Find the calls of a tile; ranks that share its heads, and the backward pass, ask again."""
-    return _made([[_Block.of(*block) for block in side] for side in sides], mask, cut, place)
+
+    def made() -> Placed:
+        return _made([[_Block.of(*block) for block in side] for side in sides], mask, cut, place)
+
+    return _RECENT.of(mask).get((sides, cut, place), made)
 
 
 @lru_cache(maxsize=4096)
