@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -228,8 +229,7 @@ class Draft:
             return buffer.form
         if isinstance(buffer.form, RowFormat) and view.fields is None and view.heads is None:
             return rows * self.batch * buffer.form.num_bytes
-        row = sum(x.width * x.item_bytes for x in self.fields_of(view))
-        return rows * self.batch * self.num_heads(view) * row
+        return rows * self.batch * self.num_heads(view) * _row_bytes(self.fields_of(view))
 
     def made_bytes(self, view: View, dtype: str) -> int:
         """Bytes of results as a kernel makes them: statistics as they are, the rest in a dtype."""
@@ -296,6 +296,12 @@ class _Renumbered(NamedTuple):
     def _all(self, x: Any) -> Any:
         parts = map(self.of, x)
         return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+
+
+@lru_cache(maxsize=64)
+def _row_bytes(fields: tuple[Field, ...]) -> int:
+    """Bytes of one row of one head. A pass asks for it at every operation, and has few kinds."""
+    return sum(x.width * x.item_bytes for x in fields)
 
 
 def field_shape(buffer: RowBuffer, one: Field, batch: int) -> tuple[int, ...]:
