@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from tilewise.planning.bounds import shape_bound, steps_bound
 from tilewise.planning.candidate import PlanRow
 from tilewise.planning.distances import least_bytes
 from tilewise.planning.options import Option, options
-from tilewise.planning.pairs import MAX_MESSAGES
+from tilewise.planning.pairs import MAX_MESSAGES, PairSearch
 from tilewise.planning.pass_model import PassModel
 from tilewise.planning.reasons import TIE, reason
 from tilewise.planning.trials import Trials, explore
@@ -206,6 +207,36 @@ def test_a_spent_budget_does_not_end_the_search_before_an_option_fits():
     slowest = max((option for option in forward if not option.variant), key=trials.bound)
     found = explore(forward, [trials], lambda trial: trial.option == slowest, 1)
     assert slowest in [trial.option for (trial,) in found]
+
+
+def _windowed() -> PassModel:
+    mask, cluster = tw.Causal() & tw.Window(5, 0), CLUSTERS["nodes"]
+    work = workload(8, num_kv_heads=2, mask=mask)
+    return PassModel(replace(work, layout=work.layout_for(8)), cluster, 8, False)
+
+
+def test_a_trial_of_unlike_ranks_counts_as_its_operations():
+    model = _windowed()
+    tried = options(model.work, 8, model.machine.node_size)
+    trials = Trials(model, tried)
+    found = trials.trial(tried[0])
+    timeline, _ = simulate_pass(found.plan, model.work, model.machine, False)
+    assert timeline.recording
+    assert trials.num_messages == sum(map(len, timeline.recording.operations))
+
+
+def test_the_fastest_plan_of_forward_is_the_first_in_backward():
+    model, fastest = _windowed(), list[int]()
+
+    def note(next_part: str) -> None:
+        if "backward" in next_part:
+            trials = found.forward.tried.values()
+            fastest.append(min(trials, key=lambda trial: trial.rank).option.order)
+
+    tried = options(model.work, 8, model.machine.node_size)
+    found = PairSearch(model, tried, math.inf, 1, progress=note)
+    found.fastest()
+    assert next(iter(found.backward["replay"].tried)) == fastest[0]
 
 
 def test_a_node_partly_full_does_not_end_the_search_early():

@@ -1,7 +1,7 @@
 """The search over both passes: each by itself, or one plan that keeps what forward gathered."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice, product
 from typing import NamedTuple
@@ -148,9 +148,11 @@ class PairSearch:
         if self.save != "gathered":
             searches = self.forward, self.backward["replay"]
             common = [x for x in self.options if not x.own_shards and not x.keeps]
-            for name, trials in zip(("forward", "backward"), searches, strict=True):
-                self.progress(f"plans for the {name} pass")
-                explore(common, [trials], self._fits, self.max_messages)
+            self.progress("plans for the forward pass")
+            explore(common, [self.forward], self._fits, self.max_messages)
+            self.progress("plans for the backward pass")
+            best = self._seconds_in_backward()
+            explore(common, [self.backward["replay"]], self._fits, self.max_messages, best)
             trials_by_pass = ([*trials.tried.values()] for trials in searches)
             pairs += [
                 Pair(forward_trial, backward_trial, "replay")
@@ -158,15 +160,33 @@ class PairSearch:
             ]
         self.progress("one plan for both passes")
         for save, options in self._together():
-            ranked = sorted(pairs, key=lambda pair: pair.seconds)
-            best = next((pair.seconds for pair in ranked if pair.fits(self.memory)), math.inf)
+            best = self._fastest_that_fits(pairs)
+            if best and best.forward.option in options:  # most often it is fast here too
+                pairs.append(self._pair(best.forward.option, save))
+                best = self._fastest_that_fits(pairs)
+            seconds = best.seconds if best else math.inf
             searches = self.forward, self.backward[save]
-            trials_by_pass = explore(options, searches, self._fits, self.max_messages, best)
+            trials_by_pass = explore(options, searches, self._fits, self.max_messages, seconds)
             pairs += [
                 Pair(forward_trial, backward_trial, save)
                 for forward_trial, backward_trial in trials_by_pass
             ]
         return pairs
+
+    def _seconds_in_backward(self) -> float:
+        """Simulate the fastest plan of forward in backward, where it is most often fast too.
+
+        Returns:
+            its seconds; infinity if it does not fit there.
+        """
+        ranked = sorted(self.forward.tried.values(), key=lambda trial: trial.rank)
+        fastest = next((trial for trial in ranked if trial.fits(self.memory)), None)
+        trial = fastest and self.backward["replay"].trial(fastest.option)
+        return trial.seconds if trial and trial.fits(self.memory) else math.inf
+
+    def _fastest_that_fits(self, pairs: Iterable[Pair]) -> Pair | None:
+        ranked = sorted(pairs, key=lambda pair: pair.seconds)
+        return next((pair for pair in ranked if pair.fits(self.memory)), None)
 
     def _together(self) -> Iterator[tuple[str, list[Option]]]:
         """Yield options that both passes must share, by `save`.

@@ -31,9 +31,6 @@ PATIENCE = 24
 """So many plans are bounded by their steps before one is simulated, so that others can be left
 out."""
 
-UNLIKE = 3
-"""Messages that are simulated in the time of one under a mask that leaves ranks different work."""
-
 COPIES = 3
 """Copies of a shard that a rank holds at most: the operand and its encoded form, the partial (of
 twice the width) and what arrives for it."""
@@ -156,8 +153,11 @@ class Trials:
             arguments = plan, model.work, model.machine, model.backward
             timeline, symmetry = simulate_pass(*arguments, exact=False if sampled else None)
         assert timeline.recording
-        messages = len(timeline.recording.messages) + OVERHEAD * (3 if sampled else 1)
-        self.num_messages += messages * (UNLIKE if model.alike is None else 1)
+        if model.alike is None:
+            self.num_messages += sum(map(len, timeline.recording.operations))
+        else:
+            overhead = OVERHEAD * (3 if sampled else 1)
+            self.num_messages += len(timeline.recording.messages) + overhead
         timeline = replace(timeline, recording=None)
         # Under a full mask ranks of a class do the same, and a sample is exact.
         return Trial(option, plan, model, timeline, symmetry, sampled and model.alike is not False)
