@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypergraph import reference
 
 import tilewise as tw
+from benchmarks.hypergraph import reference
 from tilewise_tools.mask_report.figures import Moved, moved
 from tilewise_tools.naming import Parser, run_script, whole_number, whole_numbers
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -353,7 +352,6 @@ def _error_of(name: str, kernel: str | None, cpu: bool) -> str:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     from benchmarks.gpu_smoke import main as imported  # so that processes find the functions
 
     run_script(imported)

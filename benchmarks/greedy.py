@@ -15,8 +15,7 @@ import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mesh_optimum import optimum
-
+from benchmarks.mesh_optimum import optimum
 from tilewise.plan.payload import ShardWeights
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
 from tilewise.strategies.mesh_schedules.model import seconds_of, transfer_bytes

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paper_claims import Claim, Paper, Row
-from paper_times import COMMON, K, again, best, double_ring, over_sizes, run, size
-
 import tilewise as tw
+from benchmarks.paper_claims import Claim, Paper, Row
+from benchmarks.paper_times import COMMON, K, again, best, double_ring, over_sizes, run, size
 from tilewise.planning import Candidate
 from tilewise.planning.staged import staged_all_gather, staged_attention2d
 

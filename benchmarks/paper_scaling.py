@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paper_claims import Claim, Paper, Row
-from paper_times import COMMON, K, best, run
-
 import tilewise as tw
+from benchmarks.paper_claims import Claim, Paper, Row
+from benchmarks.paper_times import COMMON, K, best, run
 from tilewise.planning.staged import staged_all_gather
 
 RANKS = (8, 16, 32, 64, 96)

@@ -11,9 +11,8 @@ from dataclasses import replace
 from statistics import mean
 from typing import NamedTuple
 
-from paper_claims import Claim, Paper, Row
-
 import tilewise as tw
+from benchmarks.paper_claims import Claim, Paper, Row
 from tilewise.planning import Candidate
 from tilewise.planning.staged import staged_all_gather
 from tilewise.simulation import Simulation

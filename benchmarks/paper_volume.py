@@ -14,9 +14,8 @@ from __future__ import annotations
 from statistics import mean
 from typing import NamedTuple
 
-from paper_claims import Claim, Paper, Row
-
 import tilewise as tw
+from benchmarks.paper_claims import Claim, Paper, Row
 from tilewise.workload import Volume
 
 HEADS, HEAD_DIM, ELEMENT = 32, 128, 2

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from types import MappingProxyType
 
-from paper_claims import Claim, Paper, Study
-from paper_grid import attention2d
-from paper_scaling import longca
-from paper_times import mesh_times
-from paper_volume import mesh_volume
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.paper_claims import Claim, Paper, Study
+from benchmarks.paper_grid import attention2d
+from benchmarks.paper_scaling import longca
+from benchmarks.paper_times import mesh_times
+from benchmarks.paper_volume import mesh_volume
 from tilewise_tools.naming import Parser, run_script
 
 STUDIES: MappingProxyType[str, Study] = MappingProxyType(

@@ -13,10 +13,10 @@ import time
 from typing import Any
 
 import numpy as np
-from documents import HEAD_DIM, HEADS, work_on
-from hypergraph import reference
 
 import tilewise as tw
+from benchmarks.documents import HEAD_DIM, HEADS, work_on
+from benchmarks.hypergraph import reference
 from tilewise_tools.mask_report.figures import Moved, moved
 from tilewise_tools.naming import Parser, run_script, whole_number
 
