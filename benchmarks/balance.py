@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import tilewise as tw
+from tilewise.arguments import require_range
 from tilewise.layouts.balanced import layout_of
 from tilewise.masks.components import row_areas
 from tilewise_tools.mask_report.figures import moved
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=whole_number, default=4096)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    require_range("--ranks", options.ranks, least=2)
     rows = [row(name, options.ranks, options.tokens) for name in tw.masks.NAMES]
     if options.json:
         print(json.dumps(rows))

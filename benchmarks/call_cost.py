@@ -166,12 +166,15 @@ def main() -> None:
         port = free.getsockname()[1]
     results = mp.get_context("spawn").SimpleQueue()
     mp.spawn(measure, (port, options, results), WORLD)  # pyright: ignore[reportPrivateImportUsage]
+    found = results.get()
+    if not found:
+        parser.error(f"--only: no contender has {' or '.join(options.only)} in its name")
     if options.counts:
-        for name, (functions, operators) in results.get().items():
+        for name, (functions, operators) in found.items():
             print(f"{name:28} {functions:5} functions, {operators:4} operators")
         return
     rows = {}
-    for name, times in results.get().items():
+    for name, times in found.items():
         low, middle, high = statistics.quantiles(times, n=4)
         rows[name] = {"ms": round(middle, 2), "quartiles": [round(low, 2), round(high, 2)]}
     if options.json:

@@ -16,6 +16,7 @@ import tilewise as tw
 from tilewise_tools.naming import Parser, run_script, whole_number
 
 HEADS, HEAD_DIM = 8, 64
+BLOCK = 1024  # rows and keys of a block of the control
 
 
 def seconds(plan: tw.Plan, layout: tw.Layout, dtype: torch.dtype, reduction: str) -> float:
@@ -39,15 +40,14 @@ def control_seconds(tokens: int) -> float:
     """Seconds of the products and exponentials of a causal call: 2 and 1 of a block in forward; in
     backward 3 and 1 for dq, and 4 and 1 for dk and dv. Heads, widths and blocks are those of above.
     """
-    size = 1024
     q, k = torch.randn(2, HEADS, tokens, HEAD_DIM)
-    table, out = torch.empty(size, size), torch.zeros(size, HEAD_DIM)
-    blocks = range(0, tokens, size)
+    table, out = torch.empty(BLOCK, BLOCK), torch.zeros(BLOCK, HEAD_DIM)
+    blocks = range(0, tokens, BLOCK)
     pairs = [(i, j) for i in blocks for j in blocks if j <= i]
     begin = time.process_time()
     for head in range(HEADS):
         for i, j in pairs:
-            rows, keys = q[head, i : i + size], k[head, j : j + size]
+            rows, keys = q[head, i : i + BLOCK], k[head, j : j + BLOCK]
             for scores, weighted in ((1, 1), (2, 1), (2, 2)):
                 for _ in range(scores):
                     torch.mm(rows, keys.T, out=table)
@@ -60,11 +60,16 @@ def control_seconds(tokens: int) -> float:
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--tokens", type=whole_number, default=2048, help="of a rank")
-    parser.add_argument("--ranks", type=whole_number, default=2)
+    parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4, 8), help="of 8 heads")
     parser.add_argument("--repeats", type=whole_number, default=5)
     arguments = parser.parse_args()
     n = arguments.ranks
     tokens = n * arguments.tokens
+    if tokens % BLOCK:
+        parser.error(
+            f"--ranks ({n}) x --tokens ({arguments.tokens}) must be a multiple of {BLOCK}, the "
+            "length of the control's blocks"
+        )
     plans = {"all_gather": tw.all_gather(n), "ulysses": tw.ulysses(n)}
     layouts = {"zigzag": tw.zigzag(tokens, n), "striped": tw.striped(tokens, n)}
     print(f"{n} ranks of {arguments.tokens} tokens, 8 heads of 64, causal, both passes; least of")

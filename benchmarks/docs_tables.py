@@ -20,7 +20,7 @@ from benchmarks import planner_choices
 from benchmarks.study.__main__ import STUDIES
 from tilewise.integrations.diffusers.models import MODELS
 from tilewise.integrations.transformers import refusals
-from tilewise_tools.naming import Parser, new_file, run_script
+from tilewise_tools.naming import Parser, naming, new_file, run_script
 
 ROOT = Path(__file__).parents[1]
 Record = dict[str, Any]
@@ -407,9 +407,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     names = options.only.split(",")
     if unknown := [name for name in names if name not in TABLES]:
-        parser.error(f"table {unknown[0]!r} is not known; take some of {', '.join(TABLES)}")
+        parser.error(f"--only {unknown[0]!r} is not known; take some of {', '.join(TABLES)}")
     if options.rows:
-        rows = json.loads(options.rows.read_text())
+        with naming("--rows"):
+            rows = json.loads(options.rows.read_text())
     else:
         rows = rows_of(list(dict.fromkeys(TABLES[name].study for name in names)))
     if options.keep:

@@ -21,6 +21,7 @@ import numpy as np
 
 import tilewise as tw
 from benchmarks.hypergraph import reference
+from tilewise.arguments import require_range
 from tilewise_tools.mask_report.figures import Moved, moved
 from tilewise_tools.naming import Parser, run_script, whole_number, whole_numbers
 
@@ -166,6 +167,7 @@ def main() -> None:
     parser.add_argument("--reference", action="store_true")
     options = parser.parse_args()
     ranks = options.ranks
+    require_range("--ranks", min(ranks), least=2)
     if options.reference:
         print(json.dumps(references(ranks, options.seeds), indent=0))
         return

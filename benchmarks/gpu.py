@@ -32,7 +32,8 @@ from benchmarks.gpu_parts.clocks import Clocks
 from benchmarks.gpu_parts.runner import Runner
 from benchmarks.gpu_parts.summary import summary
 from benchmarks.kernel_table import from_benchmark, write
-from tilewise_tools.naming import Parser, new_file, run_script
+from tilewise.arguments import require_range
+from tilewise_tools.naming import Parser, naming, new_file, run_script
 
 BEFORE = 0.35  # of the time, at most, for what is not timed
 CORES = 16  # of the machine that estimates are for
@@ -50,14 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--summary", type=Path, metavar="FILE", help="print its page")
     parser.add_argument("--table", type=Path, metavar="FILE", help="into measured.toml")
     given = parser.parse_args(arguments)
+    require_range("--minutes", given.minutes, 1, 24 * 60)
     if given.plan:
         print("\n".join(_plan(["cpu"] if given.dry_run else cases.EXPECTED, given)))
         return 0
     if given.summary:
-        print("\n".join(summary(_rows(given.summary))))
+        with naming("--summary"):
+            print("\n".join(summary(_rows(given.summary))))
         return 0
     if given.table:
-        return _tabled(given.table)
+        with naming("--table"):
+            return _tabled(given.table)
     signal.signal(signal.SIGTERM, interrupt)  # so that processes end and the page is printed
     return _measure(given)
 
@@ -136,7 +140,10 @@ def _tabled(path: Path) -> int:
 def _rows(path: Path) -> list[Row]:
     """A line that a cut-off run left unfinished does not count."""
     lines = path.read_text().splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    if not rows or any("part" not in row for row in rows):
+        raise ValueError(f"{path} holds no rows of this script; give a file that --out wrote")
+    return rows
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:

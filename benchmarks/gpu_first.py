@@ -151,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with closing(Runner(ANSWER, path, SECONDS, question)) as runner:
         where = runner.ask(Case("environment", {}, 30.0, "environment"))
         if "error" in where:
+            path.unlink()
             print(f"{where['error']}; --dry-run tries the code", file=sys.stderr)
             return 2
         runner.stamp = {name: where[name] for name in STAMP}

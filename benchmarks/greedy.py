@@ -12,10 +12,12 @@ greedy for that very ratio, "best" the best of these, "eager", "kv_first" and "g
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from benchmarks.mesh_optimum import optimum
+from tilewise.arguments import require_range
 from tilewise.plan.payload import ShardWeights
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
 from tilewise.strategies.mesh_schedules.model import seconds_of, transfer_bytes
@@ -102,6 +104,14 @@ def print_table(tiles: list[tuple[int, int]], ratios: list[float], every: bool) 
     print(summary("all", rows))
 
 
+def read_tile(text: str) -> tuple[int, int]:
+    """Rows and columns of a tile that --tiles names, as in 4x8."""
+    match = re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", text)
+    if not match:
+        raise ValueError(f"--tiles ({text!r}) must be rows x columns from 1 to 99, such as 4x8")
+    return int(match[1]), int(match[2])
+
+
 def main() -> None:
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tiles", default=",".join(f"{a}x{b}" for a, b in TILES))
@@ -109,10 +119,10 @@ def main() -> None:
     parser.add_argument("--every", action="store_true", help="print every row, not only tiles")
     parser.add_argument("--json", action="store_true", help="every row as a line of JSON")
     given = parser.parse_args()
-    with naming("--tiles"):
-        tiles = [(int(a), int(b)) for a, b in (tile.split("x") for tile in given.tiles.split(","))]
+    tiles = [read_tile(tile) for tile in given.tiles.split(",")]
     with naming("--ratios"):
         ratios = [float(ratio) for ratio in given.ratios.split(",")]
+    require_range("--ratios", min(ratios), least=0)
     if given.json:
         for row in table(tiles, ratios):
             print(json.dumps(row._asdict()), flush=True)

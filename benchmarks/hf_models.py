@@ -32,6 +32,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from benchmarks.peers import ringmaster_models
+from tilewise.arguments import require_range
 from tilewise.integrations.transformers.check import refusal
 from tilewise.integrations.transformers.labels import is_masked
 from tilewise.integrations.transformers.refusals import MODELS
@@ -318,6 +319,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
+    require_range("--seconds", options.seconds, 1, 24 * 3600)
     if options.write and not ringmaster_models.is_here():
         parser.error("--write needs ringmaster: pip install --no-deps axolotl-ringmaster einops")
     warnings.simplefilter("ignore")
@@ -328,6 +330,8 @@ def main(argv: list[str] | None = None) -> None:
             rows.append(row_apart(*pair, options.seconds))
             if not options.json:
                 print(*rows[-1], sep="\t", flush=True)
+    if not rows:
+        parser.error(f"no class has {' or '.join(options.names)} in its name; leave names out")
     if options.json:
         print(json.dumps([one._asdict() for one in rows]))
     if options.write:

@@ -57,7 +57,7 @@ def measure(rank: int, way: str, num_tokens: int) -> Measured:
 def main(argv: list[str] | None = None) -> None:
     """Print a row for each number of tokens."""
     parser = Parser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--tokens", type=whole_number, nargs="*", default=[1024, 4096])
+    parser.add_argument("--tokens", type=whole_number, nargs="+", default=[1024, 4096])
     parser.add_argument("--rounds", type=whole_number, default=5)
     options = parser.parse_args(argv)
     print("tokens  sdpa ms  tilewise ms  ratio  sdpa MB  tilewise MB")

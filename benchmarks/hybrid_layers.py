@@ -29,7 +29,7 @@ from tilewise.integrations.transformers import state_rules
 from tilewise.transport.processes import gather_yields
 from tilewise_tools.bench.environment import environment, installed
 from tilewise_tools.lab import Lab
-from tilewise_tools.naming import Parser, run_script
+from tilewise_tools.naming import Parser, naming, new_file, run_script
 
 ROWS = Path(__file__).parent / "results" / "hybrid_layers.jsonl"
 HEADS, DIM, CHUNK = 4, 32, 64  # widths of keys, values and states
@@ -268,12 +268,15 @@ def show(rows: Iterable[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--lab", action="store_true", help="8 hosts; needs Linux, root, ip and tc")
-    parser.add_argument("--show", action="store_true", help="only show the rows that are there")
-    parser.add_argument("--rows", type=Path, default=ROWS)
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--lab", action="store_true", help="8 hosts; needs Linux, root, ip and tc")
+    either.add_argument("--show", action="store_true", help="only show the rows that are there")
+    parser.add_argument("--rows", type=new_file, default=ROWS)
     options = parser.parse_args()
-    lines = options.rows.read_text().splitlines() if options.rows.exists() else []
-    old = [json.loads(line) for line in lines]
+    with naming("--rows"):
+        is_read = options.show or options.rows.exists()
+        lines = options.rows.read_text().splitlines() if is_read else []
+        old = [json.loads(line) for line in lines]
     if options.show:
         show(old)
         return

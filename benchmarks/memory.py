@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import tilewise as tw
+from tilewise.expressions import read_heads
 from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.simulator import simulate_pass
 from tilewise.strategies.mesh_schedules.greedy import least_held
 from tilewise_tools.doctor import require
-from tilewise_tools.naming import Parser, run_script, whole_number
+from tilewise_tools.naming import Parser, naming, new_file, run_script, whole_number
 from tilewise_verify.palette import chart_style
 
 
@@ -45,7 +47,7 @@ def rows(work: tw.Workload, machine: tw.Machine, n: int, q_tile: int) -> Iterato
         yield Row(held, *found)  # pyright: ignore[reportArgumentType]
 
 
-def picture(path: str, table: list[Row], title: str) -> None:
+def picture(path: Path, table: list[Row], title: str) -> None:
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
@@ -72,14 +74,16 @@ def main() -> None:
     parser.add_argument("--machine", default="h100x8")
     parser.add_argument("--num-tokens", type=whole_number, default=1 << 20)
     parser.add_argument("--heads", default="32:32", help="query heads : KV heads")
-    parser.add_argument("--picture", metavar="PNG", help="draw the curve too")
+    parser.add_argument("--picture", type=new_file, metavar="PNG", help="draw the curve too")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if given.picture:
         require("matplotlib", "--picture")
-    heads, kv_heads = map(int, given.heads.split(":"))
-    work = tw.Workload(given.num_tokens, heads, kv_heads, 128, mask=tw.Causal())
-    machine = tw.Machine.preset(given.machine)
+    with naming("--heads"):
+        heads, kv_heads = read_heads(given.heads)
+        work = tw.Workload(given.num_tokens, heads, kv_heads, 128, mask=tw.Causal())
+    with naming("--machine"):
+        machine = tw.Machine.preset(given.machine)
     if not given.json:
         print("held  forward ms  forward MB  backward ms  backward MB")
     table = []

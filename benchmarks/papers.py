@@ -96,7 +96,7 @@ def main() -> None:
     given = parser.parse_args()
     wanted = given.only.split(",")
     if unknown := [name for name in wanted if name not in STUDIES]:
-        parser.error(f"--only: no {', '.join(unknown)}; there are {', '.join(STUDIES)}")
+        parser.error(f"--only {unknown[0]!r} is not known; take some of {', '.join(STUDIES)}")
     console = Console(width=190)
     with ProcessPoolExecutor(min(2, len(wanted))) as pool:
         papers = list(pool.map(_run, wanted))

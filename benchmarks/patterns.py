@@ -17,6 +17,7 @@ import numpy as np
 import tilewise as tw
 from benchmarks.documents import HEAD_DIM, HEADS, work_on
 from benchmarks.hypergraph import reference
+from tilewise.arguments import require_range
 from tilewise_tools.mask_report.figures import Moved, moved
 from tilewise_tools.naming import Parser, run_script, whole_number
 
@@ -71,6 +72,11 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=whole_number, default=64)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    require_range("--ranks", options.ranks, least=2)
+    if options.tokens % CHUNKS:
+        parser.error(
+            f"--tokens ({options.tokens}) must be a multiple of {CHUNKS}, chunks of a rank"
+        )
     rows = [row(m, options.ranks, options.tokens, options.kv_heads) for m in tw.masks.NAMES]
     if options.json:
         print(json.dumps(rows))

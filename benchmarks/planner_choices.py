@@ -162,8 +162,9 @@ def main() -> int:
     parser = Parser(description=__doc__.splitlines()[0] if __doc__ else None)
     numbers = some_of(map(str, range(len(CASES))))
     parser.add_argument("--only", type=numbers, help="numbers of cases, from 0, such as 0,5,23")
-    parser.add_argument("--json", action="store_true", help="a line of JSON a case")
-    parser.add_argument("--write", type=new_file, help="store the choices, compare none")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--json", action="store_true", help="a line of JSON a case")
+    either.add_argument("--write", type=new_file, help="store the choices, compare none")
     args = parser.parse_args()
     cases = [CASES[int(number)] for number in args.only] if args.only else CASES
     if args.write:

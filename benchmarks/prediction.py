@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 import tilewise as tw
+from tilewise.arguments import require_range
 from tilewise.expressions import read_plan
 from tilewise.transport.processes import gather_yields
-from tilewise_tools.calibration.measure import calibrate_here, fitted, last, trials
+from tilewise_tools.calibration.measure import MOST_RANKS, calibrate_here, fitted, last, trials
 from tilewise_tools.naming import Parser, run_script, some_of, whole_number, whole_numbers
 
 APART = 1.15
@@ -197,6 +198,8 @@ def main() -> None:
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    for n in args.ranks:
+        require_range("--ranks", n, 2, MOST_RANKS)
     machine = tw.Machine.load(args.machine) if args.machine else calibrated()
     cases = [case for case in CASES if case.name in args.cases]
     rows = [

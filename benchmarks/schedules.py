@@ -37,7 +37,7 @@ from tilewise.batches.schedule import BatchStep
 from tilewise.integrations.data import pack
 from tilewise.layouts.layout import Run
 from tilewise_tools.mask_report.figures import moved
-from tilewise_tools.naming import Parser, run_script, some_of, whole_number, whole_numbers
+from tilewise_tools.naming import Parser, naming, run_script, some_of, whole_number, whole_numbers
 
 MACHINE = tw.Machine.preset("h100x8")
 PARAMETERS = 8e9 / 32
@@ -227,7 +227,9 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|")
     for mix in options.mixes:
         for n in options.ranks:
-            for one in rows(mix, n, options.steps):
+            with naming("--ranks"):
+                found = list(rows(mix, n, options.steps))
+            for one in found:
                 if options.json:
                     print(json.dumps(one), flush=True)
                     continue

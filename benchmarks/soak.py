@@ -102,6 +102,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=whole_number, default=64, help="of all ranks")
     parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4), help="of four heads")
     options = parser.parse_args()
+    if options.tokens % options.ranks:
+        parser.error(f"--tokens ({options.tokens}) must be a multiple of --ranks ({options.ranks})")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

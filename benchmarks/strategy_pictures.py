@@ -199,6 +199,8 @@ def main() -> None:
     arguments = Parser(description=__doc__)
     arguments.add_argument("folder", type=Path)
     folder = arguments.parse_args().folder
+    if not folder.is_dir():
+        arguments.error(f"folder: {folder} is no folder; make it first")
     for name, plan in PLANS.items():
         (folder / f"plan_{name}.svg").write_text(drawn(plan), encoding="utf-8")
         (folder / f"timeline_{name}.svg").write_text(times(plan), encoding="utf-8")

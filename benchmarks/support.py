@@ -40,8 +40,9 @@ def written(page: str) -> str:
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--check", action="store_true")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--write", action="store_true")
+    either.add_argument("--check", action="store_true")
     options = parser.parse_args()
     old = [page for page in PAGES if written(page) != (ROOT / page).read_text(encoding="utf-8")]
     if options.write:

@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=whole_number, default=8)
     parser.add_argument("--mbit", type=float, default=50)
     parser.add_argument(
-        "--kib", type=whole_number, nargs="*", default=[16, 32, 64, 128, 512], help="a peer"
+        "--kib", type=whole_number, nargs="+", default=[16, 32, 64, 128, 512], help="a peer"
     )
     parser.add_argument("--repeats", type=whole_number, default=5)
     options = parser.parse_args()
@@ -111,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, hosts="--hosts", mbit="--mbit")

@@ -15,14 +15,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 import tilewise as tw
+from tilewise.arguments import require_range
 from tilewise_tools.doctor import require
 from tilewise_tools.mask_report.figures import moved
-from tilewise_tools.naming import Parser, run_script, whole_numbers
+from tilewise_tools.naming import Parser, new_file, run_script, whole_numbers
 from tilewise_verify.palette import chart_style, rank_colours
 
 RANKS = (8, 16, 32, 48, 64, 96, 128, 256)
@@ -107,7 +109,7 @@ def line(row: Row) -> str:
     )
 
 
-def picture(path: str) -> None:
+def picture(path: Path) -> None:
     """Who computes what on 32 ranks, one colour a rank, for two ratios of heads."""
     require("matplotlib", "--picture")
     from matplotlib import rcParams
@@ -139,11 +141,14 @@ def picture(path: str) -> None:
 def main() -> None:
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--causal", action="store_true", help="the table (the default)")
-    parser.add_argument("--picture", metavar="PNG", help="draw who computes what instead")
+    parser.add_argument(
+        "--picture", type=new_file, metavar="PNG", help="draw who computes what instead"
+    )
     parser.add_argument("--ranks", type=whole_numbers, default=",".join(map(str, RANKS)))
     parser.add_argument("--no-pruned", action="store_true", help="skip the pruned meshes")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
+    require_range("--ranks", min(given.ranks), least=2)
     if given.picture:
         picture(given.picture)
         return

@@ -20,7 +20,7 @@ import torch
 from tilewise.kernels.triton.kernel import TritonSlices
 from tilewise.kernels.triton.tuning import LaunchBlocks, Tuning, tuning_for
 from tilewise.tiles.calls import KernelCall, Kind
-from tilewise_tools.naming import Parser, run_script
+from tilewise_tools.naming import Parser, run_script, whole_number
 
 KINDS = {"full": Kind.FULL, "causal": Kind.CAUSAL}
 # By head_dim: of blocks of rows (forward and dq), and of blocks of keys.
@@ -98,7 +98,7 @@ def milliseconds(run: Callable[[], Any], device: torch.device) -> float:
 def main() -> int:
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--head-dim", type=int, choices=BY_ROWS, action="append")
-    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--tokens", type=whole_number, default=16384)
     parser.add_argument("--mask", choices=KINDS, default="causal")
     parser.add_argument("--json", action="store_true", help="one line per row, as they come")
     parser.add_argument("--dry-run", action="store_true", help="tiny, in the interpreter")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.arguments import require_range
 from tilewise.exact import triton_kernel as exact
 from tilewise.exact.triton_kernel import WARPS, block_sizes
 from tilewise.kernels.triton.kernel import Lists, ScoreRule
@@ -33,7 +34,7 @@ from tilewise.kernels.triton.tuning import (
 )
 from tilewise.kernels.triton.views import TensorView
 from tilewise.kernels.triton.work_list import UNIT
-from tilewise_tools.naming import Parser, run_script
+from tilewise_tools.naming import Parser, run_script, whole_number
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALIGNED = [["tt.divisibility", 16]]
@@ -42,6 +43,7 @@ NUMBERS = ("lse", "dlse", "delta", "largest")  # tensors of a number a row and h
 MATRIX = ("HGMMA", "HMMA", "UTCHMMA")
 REGISTERS, THREADS = 65536, 2048  # of a multiprocessor
 SHARED = {80: 164, 90: 228, 100: 228}  # KiB of a multiprocessor; a block takes 1 KiB more
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # compute capabilities
 SCHEDULERS = 4  # each issues one instruction a cycle
 
 
@@ -328,23 +330,28 @@ def table(codes: list[Code]) -> str:
 
 def main() -> int:
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--arch", type=int, default=90, help="compute capability, as 90")
+    parser.add_argument(
+        "--arch", type=int, default=90, choices=ARCHITECTURES, help="compute capability"
+    )
     parser.add_argument(
         "--head-dim",
-        type=int,
+        type=whole_number,
         action="append",
         help="default: 64, 128, 256; of lists 128, 256, 576",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--group", type=int, default=8, help="query heads of a KV head")
+    parser.add_argument("--group", type=whole_number, default=8, help="query heads of a KV head")
     parser.add_argument("--into", action="store_true", help="kernels that add to what is there")
-    parser.add_argument("--lists", action="store_true", help="the kernels of lists of keys")
-    parser.add_argument("--whole-rows", action="store_true", help="those of canonical calls")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--lists", action="store_true", help="the kernels of lists of keys")
+    either.add_argument("--whole-rows", action="store_true", help="those of canonical calls")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     dtype, all_jobs = DTYPES[given.dtype], list_jobs if given.lists else jobs
     all_jobs = whole_rows_jobs if given.whole_rows else all_jobs
     widths = sorted({128, 256, MOST_LIST_WIDTHS[dtype][0]}) if given.lists else (64, 128, 256)
+    most = MOST_LIST_WIDTHS[dtype][0] if given.lists else 256
+    require_range("--head-dim", max(given.head_dim or widths), most=most)
     codes = [
         examined(job, Target(given.arch, head_dim, given.dtype, given.group, given.into))
         for head_dim in given.head_dim or widths

@@ -105,6 +105,8 @@ def main() -> None:
     rings = Ringmaster(), Ringmaster("alltoall"), LucidRing()
     peers = [*(p for p in contenders() if p.name != rings[0].name), *rings]
     peers = [p for p in peers if given.library in p.name]
+    if not peers:
+        options.error(f"--library {given.library!r} is in no name")
     rows = []
     for peer in peers:
         for mask in MASKS:

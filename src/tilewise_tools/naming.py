@@ -93,17 +93,24 @@ def run_script(main: Callable[[], object], **names: str) -> Never:
     try:
         code = main()
     except (ValueError, OSError) as error:
-        if isinstance(error, OSError) and error.filename is None:
-            raise
-        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else ""
-        said = said or in_one_line(error, names)
-        Parser(prog=Path(sys.argv[0]).name).error(said)
+        Parser(prog=Path(sys.argv[0]).name).error(in_one_line(_of_input(error), names))
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _of_input(error: ValueError | OSError) -> ValueError:
+    """Return the error that refuses an input; one about no file is of the machine, and raised."""
+    if isinstance(error, ValueError):
+        return error
+    if error.filename is None:
+        raise error
+    return ValueError(f"{error.filename}: {error.strerror}")
 
 
 @contextmanager
 def naming(option: str) -> Iterator[None]:
     """Name an option in the message of a ValueError, unless the message names it.
+
+    A file that cannot be read or written is such an error too.
 
         with naming("--plan"):
             raise ValueError("ring(3) is for 3 ranks")  # --plan: ring(3) is for 3 ranks
@@ -113,9 +120,9 @@ def naming(option: str) -> Iterator[None]:
     """
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         field = option.strip("-").replace("-", "_")
-        said = re.sub(rf"^{field}(?=[ :])", option, str(error))
+        said = re.sub(rf"^{field}(?=[ :])", option, str(_of_input(error)))
         before = r"(?<![-\w])" if option.startswith("-") else "^"  # a field is also a word
         is_named = re.search(rf"{before}{option}(?![-\w.])", said)
         raise ValueError(said if is_named else f"{option}: {said}") from error

@@ -43,7 +43,7 @@ def test_an_old_page_is_named_and_an_unknown_table_refused(
         return end.value.code, said.out + said.err
 
     status, said = run("--only", "claim")
-    assert status == 2 and "table 'claim' is not known; take some of controls" in said
+    assert status == 2 and "--only 'claim' is not known; take some of controls" in said
     rows = tmp_path / "rows.json"
     rows.write_text(json.dumps({"measured": []}))
     wanted = 1, "papers.md: measured\n"
