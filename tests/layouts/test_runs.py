@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from support.drawn_masks import layouts
 
 import tilewise as tw
+from tilewise.arguments import MOST_RANKS
 from tilewise.layouts.layout import Run, normal_runs, runs_of_positions
 
 RUNS = st.lists(
@@ -92,3 +93,11 @@ def test_attention_on_any_positions_is_exact():
         *(x.movedim(0, 1) for x in (q, k, v)), is_causal=True
     )
     assert (out - dense.movedim(1, 0)).abs().max() < 1e-12
+
+
+def test_zigzag_takes_as_many_ranks_as_other_layouts():
+    n = MOST_RANKS
+    assert tw.zigzag(2 * n, n).world_size == tw.contiguous(2 * n, n).world_size == n
+    for layout in (tw.zigzag, tw.contiguous):
+        with pytest.raises(ValueError, match=rf"n \({n + 1}\) must be from 1 to {n}"):
+            layout(2 * n, n + 1)

@@ -392,7 +392,7 @@ class Layout(OpaqueValue):
 @checks_arguments
 def contiguous(num_tokens: int, n: int) -> Layout:
     """Rank r owns the r-th of n neighbouring parts, which differ by at most one token."""
-    return Layout(num_tokens, [[part] for part in _parts(num_tokens, n)], "contiguous")
+    return Layout(num_tokens, [[part] for part in _parts(num_tokens, _num_ranks(n))], "contiguous")
 
 
 @checks_arguments
@@ -413,7 +413,7 @@ def striped(num_tokens: int, n: int) -> Layout:
 
 
 def _parts(num_tokens: int, n: int) -> list[Run]:
-    size, longer = divmod(whole_number("num_tokens", num_tokens), _num_ranks(n))
+    size, longer = divmod(whole_number("num_tokens", num_tokens), n)
     starts = [i * size + min(i, longer) for i in range(n + 1)]
     return [Run(a, b - a) for a, b in pairwise(starts)]
 
