@@ -115,7 +115,16 @@ def test_a_plan_has_one_time_in_charts_table_and_head(planned: tuple[Path, Page]
     assert f"a ring takes {ranked['ring(8)'][0]}" in {fact.note for fact in page.facts}
 
 
-def test_a_strategy_of_which_the_search_simulated_a_sample_has_that_time_on_the_page():
+def test_a_strategy_of_which_the_search_simulated_a_sample_has_that_time_on_the_page(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    simulated: list[str] = []
+
+    def counted(plan: tw.Plan, *words: Any, **options: Any) -> tw.Simulation:
+        simulated.append(plan.name)
+        return tw.simulate(plan, *words, **options)
+
+    monkeypatch.setattr("tilewise_tools.report.studies.simulate", counted)
     work, machine = tw.Workload(1 << 18, 8, 8, 64, mask=tw.Causal()), tw.Machine.preset("h100x8")
     best = tw.search(work, machine, world_size=32)[0]
     rows = {row.plan: row for row in best.rows if row.plan == row.backward_plan}
@@ -123,6 +132,7 @@ def test_a_strategy_of_which_the_search_simulated_a_sample_has_that_time_on_the_
     entry = studies.best("ring", 32)
     assert entry is not None
     row, simulation = rows[entry.plan.name], entry.simulation
+    assert row.sampled and simulated == [entry.plan.name]  # once
     assert simulation.seconds == pytest.approx(row.seconds, rel=1e-9)
     assert tw.simulate(entry.plan, simulation.work, machine).seconds != simulation.seconds
 

@@ -36,7 +36,11 @@ class Distances(NamedTuple):
 
 
 class PlanRow(NamedTuple):
-    """A line of the table that a candidate was chosen from."""
+    """A line of the table that a candidate was chosen from.
+
+    Attributes:
+        sampled: as of a Candidate.
+    """
 
     strategy: str
     plan: str
@@ -49,7 +53,8 @@ class PlanRow(NamedTuple):
     bytes_by_link: dict[str, int]
     sent_bytes: int
     peak_bytes: int
-    overhead_seconds: float = 0.0  # files of before have none
+    overhead_seconds: float = 0.0  # files of before have neither this
+    sampled: bool = False  # nor this
 
 
 def as_run(plan: Plan, work: Workload) -> tuple[Plan, Plan]:

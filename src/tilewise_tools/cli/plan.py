@@ -118,7 +118,6 @@ def _as_json(best: Candidate, candidates_shown: list[Candidate]) -> dict[str, An
             {
                 "rank": number,
                 **candidate.row._asdict(),
-                "sampled": candidate.sampled,
                 "reason": candidate.reason,
             }
             for number, candidate in enumerate(candidates_shown, 1)

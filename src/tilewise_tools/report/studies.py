@@ -93,12 +93,8 @@ class Studies:
         if row is None:
             return simulate(plan, work, self.machine)
         save: Any = row.save
-        work = replace(work, save=save)
-        # The search simulates a sample of many ranks; a page must not say another time beside it.
-        sample = simulate(plan, work, self.machine, exact=False)
-        pairs = (sample.seconds, row.seconds), (sample.exposed_seconds, row.exposed_seconds)
-        is_same = all(math.isclose(a, b, rel_tol=1e-9) for a, b in pairs)
-        return sample if is_same else simulate(plan, work, self.machine)
+        exact = False if row.sampled else None  # as the search: a page must not say another time
+        return simulate(plan, replace(work, save=save), self.machine, exact=exact)
 
     def compared(self, n: int) -> list[StudyEntry]:
         """The best of each family that exists of this size, in the families' order."""
