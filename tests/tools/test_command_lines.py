@@ -138,6 +138,7 @@ BAD = (
     ("fits --model plan.json", "--model: plan.json: model_type is missing"),
     ("fits --model config.json --cp 8 --strategy ring(4)", "is for 4 ranks, but --cp is 8"),
     ("fits --model config.json --cp 2 --strategy tiled", "tiled sees the mask"),
+    ("fits --model config.json --cp 65537", "--cp (65537) must be from 1 to 65536"),
     ("fits --model config.json --offload all", "--offload 'all' is not known; take one of"),
     ("report plan.json --num-tokens 0 -o made/p.html", "--num-tokens ('0') must be a number"),
     ("report plan.json --num-tokens 4K --heads 3:2 -o made/p.html", "--heads: num_heads (3) must"),
@@ -165,6 +166,10 @@ BAD = (
     (
         "bench strategies --quick --profile made -o results.jsonl",
         "--output: results.jsonl holds no",
+    ),
+    (
+        "bench strategies --quick --profile note.txt/x -o r.jsonl",
+        "--profile: note.txt is no folder",
     ),
     ("bench kernels --quick --kernel cpu -o note.txt", "--output: note.txt holds no rows"),
     ("bench kernels --quick --strategy ring", "No such option: --strategy"),

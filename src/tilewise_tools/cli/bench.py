@@ -30,6 +30,7 @@ from tilewise_tools.cli.group import Commands, OneCommand
 from tilewise_tools.cli.options import AsJson, command_of, option, read_count, read_machine_option
 from tilewise_tools.cli.output import (
     check_folder,
+    check_writable,
     counted,
     ending_on,
     print_json,
@@ -182,6 +183,8 @@ def _bench(kind: str, options: BenchOptions, lists: Any) -> None:
             plan = [(replace(case, network=launched.network), who) for case, who in plan]
         planned = planned_rows(plan, run.timing, machine)
         check_folder("--png", options.png)
+        if options.profile is not None:
+            check_writable("--profile", options.profile / "rank0.json", makes_folders=True)
         with naming("--output"):
             results = stack.enter_context(Results(options.output))
         if options.profile is not None:

@@ -29,7 +29,7 @@ from tilewise_tools.naming import naming
 NAMES = MappingProxyType(
     {
         name: f"--{name.replace('_', '-')}"
-        for name in ("offload", "optimizer", "dtype", "param_dtype")
+        for name in ("cp", "dp", "offload", "optimizer", "dtype", "param_dtype")
     }
 )
 UNKNOWN_MEMORY = 1 << 50  # of a machine that does not say it

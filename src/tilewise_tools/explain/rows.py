@@ -228,7 +228,7 @@ def _read_rank(path: Path) -> tuple[RankRows, int]:
         if head is None:
             raise ValueError(f"{path} does not begin as a file of tw.record does")
     if head is None:
-        raise ValueError(f"{path} is empty; rank {path.stem.removeprefix('rank')} wrote nothing")
+        raise ValueError(f"{path} is empty: its rank wrote nothing")
     steps: dict[int, StepRow] = {}
     for number, some in passes.items():
         begin, end = (borders[border].get(number) for border in ("step", "end"))
