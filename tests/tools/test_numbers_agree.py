@@ -1,6 +1,7 @@
 """Card, table, bar and --json of a report say the same number, to the last digit that is shown."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,8 @@ def test_the_page_of_a_run_says_what_its_lines_and_json_say(
     page, said = explained_page(explanation), explanation.as_json()
     assert facts(page)["step"] == quantity(said["seconds"], "s")
     drawn = figure(page, "parts")
+    ticks = drawn.drawing.layout["yaxis"]["ticktext"]
+    assert len(ticks) > 2 and all(re.fullmatch(r"[\d.]+ [nµm]?s", tick) for tick in ticks)
     for part, name in PARTS.items():
         share = f"{100 * explanation.parts[part] / explanation.seconds:.0f} %"
         assert facts(page)[name] == share

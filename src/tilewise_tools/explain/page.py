@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from tilewise_tools.explain.explanation import PARTS, Explanation
 from tilewise_tools.explain.waiting import COPY, KERNEL, OUTSIDE, WAIT, Piece
-from tilewise_tools.report.drawing import AROUND, Drawing, Words, axis, colour, hover
+from tilewise_tools.report.drawing import AROUND, Drawing, Words, axis, colour, from_zero, hover
 from tilewise_tools.report.page import Fact, Figure, Page, Section, TextTable
 from tilewise_tools.report.words import quantity
 
@@ -78,7 +78,8 @@ def _parts(explanation: Explanation) -> Figure:
         for part, name in PARTS.items()
     ]
     x = axis("rank") | {"type": "category"}
-    layout = {"barmode": "stack", "yaxis": axis("a step", "s"), "xaxis": x}
+    y = axis("a step") | from_zero(explanation.seconds, "s")
+    layout = {"barmode": "stack", "yaxis": y, "xaxis": x}
     rows = tuple(
         (
             str(rank),

@@ -217,13 +217,13 @@ def bars(x: Words, unit: str, series: Iterable[Series]) -> Drawing:
         "barmode": "stack",
         "bargap": 0.35,
         "legend": {"traceorder": "normal"},
-        "xaxis": x | _ticks(high, unit) | {"range": [0, high]},
+        "xaxis": x | from_zero(high, unit) | {"range": [0, high]},
         "yaxis": {"autorange": "reversed", "showgrid": False},
     }
     return Drawing([*data, amounts], layout, AROUND + BAR * len(totals))
 
 
-def _ticks(high: float, unit: str) -> Words:
+def from_zero(high: float, unit: str) -> Words:
     """Return the ticks of a linear axis from 0 on, in steps of 1, 2 or 5."""
     power = 10.0 ** math.floor(math.log10(high / MOST_TICKS))
     step = next(x * power for x in (1, 2, 5, 10, 20) if high / (x * power) < MOST_TICKS)
