@@ -147,6 +147,8 @@ BAD = (
         "--machine ('no') is neither a",
     ),
     ("report results.jsonl --num-tokens 4K -o made/p.html", "options such as --num-tokens"),
+    ("report plan.json --num-tokens 4K -o plan.json", "--output (plan.json), --csv (None) must be"),
+    ("report results.jsonl -o p.html --csv results.jsonl", "--csv (results.jsonl) must be two"),
     ("report plan.json --csv made/rows.csv -o made/p.html", "--csv writes a benchmark's rows"),
     ("bench strategies --quick --num-tokens 2K --tokens-per-rank 1K", "--tokens-per-rank both say"),
     ("bench strategies --quick --cases cases.toml", "--quick and --cases both say what to run"),

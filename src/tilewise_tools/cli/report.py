@@ -82,6 +82,8 @@ def _report(options: ReportOptions, about: WorkOptions) -> None:
         if folder := next((path for path in files if path.is_dir()), None):
             raise ValueError(f"{folder} is a folder; give a file in it")
         page = files[0].with_suffix(PAGE) if options.output is None else options.output
+        if page == csv or {page, csv} & {*files}:
+            raise ValueError(f"--output ({page}), --csv ({csv}) must be two files, no input")
         check_writable("--output", page, makes_folders=True)
         check_writable("--csv", csv, makes_folders=True)
         check_folder("--png", options.png)
