@@ -118,6 +118,12 @@ class Facts:
         """True if what this forward pass receives is kept for backward."""
         return self.call.keep and not self.payload.backward
 
+    @property
+    def waiting_results(self) -> int:
+        """Results of one row that may wait: the device's number, or the plan's if that is less."""
+        most = self.traits.waiting_results
+        return most if self.plan.waiting_results is None else min(most, self.plan.waiting_results)
+
     def combines(self, draft: Draft) -> bool:
         """Return whether results of kernels wait and are summed by a Combine, not merged one by
         one.
@@ -127,7 +133,7 @@ class Facts:
         """
         if self.traits.cut.lists:
             return self.lists(draft.by_head)
-        return self.traits.waiting_results > 0 and not draft.by_head
+        return self.waiting_results > 0 and not draft.by_head
 
     def lists(self, by_head: bool) -> bool:
         """Return whether kernel calls are of lists: they read rows where they lie, and add their
