@@ -42,6 +42,12 @@ class CodeTraits(NamedTuple):
     cut: CallStyle = LIBRARY_STYLE
     waiting_results: int = 0
 
+    def of_plan(self, plan: Plan) -> CodeTraits:
+        """These facts for a plan, which may let fewer results wait than the device does."""
+        most = self.waiting_results
+        own = most if plan.waiting_results is None else plan.waiting_results
+        return self._replace(waiting_results=min(most, own))
+
 
 DEFAULT_TRAITS = CodeTraits()
 """Of a transport that posts a launch as one batch, as NCCL's and loopback's do."""
@@ -118,12 +124,6 @@ class Facts:
         """True if what this forward pass receives is kept for backward."""
         return self.call.keep and not self.payload.backward
 
-    @property
-    def waiting_results(self) -> int:
-        """Results of one row that may wait: the device's number, or the plan's if that is less."""
-        most = self.traits.waiting_results
-        return most if self.plan.waiting_results is None else min(most, self.plan.waiting_results)
-
     def combines(self, draft: Draft) -> bool:
         """Return whether results of kernels wait and are summed by a Combine, not merged one by
         one.
@@ -133,7 +133,7 @@ class Facts:
         """
         if self.traits.cut.lists:
             return self.lists(draft.by_head)
-        return self.waiting_results > 0 and not draft.by_head
+        return self.traits.waiting_results > 0 and not draft.by_head
 
     def lists(self, by_head: bool) -> bool:
         """Return whether kernel calls are of lists: they read rows where they lie, and add their

@@ -66,7 +66,7 @@ def combine(draft: Draft, facts: Facts) -> None:
 class _Combiner:
     def __init__(self, draft: Draft, facts: Facts):
         self._draft = draft
-        self._most = facts.waiting_results
+        self._most = facts.traits.waiting_results
         self._by_lse = not facts.payload.backward
         self._lists, self._dtype = facts.lists(draft.by_head), facts.payload.dtype
         self._partials: dict[int, PartialSum] = {}
