@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import pickle
 from collections.abc import Callable, Iterator
 from itertools import count, product
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from tilewise.compiler.ops import Attend, Combine, Copy
 from tilewise.compiler.passes import split_calls
 from tilewise.compiler.passes.combine import _Combiner
 from tilewise.execution import forward_backward, run
+from tilewise.execution.prepare import prepare
 from tilewise.plan.ir import Tile
 from tilewise.plan.payload import Field
 from tilewise.tiles.call_rows import CallParts, RowSelection
@@ -67,6 +69,57 @@ def plans_of(strategy: Any, number: int) -> list[tw.Plan]:
     """Four plans of a strategy: some twice, if there are fewer."""
     chosen = plans_of_four_heads(strategy)
     return [chosen[(number + i) % len(chosen)] for i in range(4)] if chosen else []
+
+
+@pytest.mark.parametrize("most", (0, 1))
+@pytest.mark.parametrize("plan", (tw.ring(4), tw.mesh(4, q_tile=2), tw.attention2d(2, 2)), ids=repr)
+def test_a_plan_may_let_fewer_results_wait(plan: tw.Plan, most: int, wait):
+    x = draw((13, 8, 4), (13, 4, 4), seed=most)
+    layout, expected = tw.zigzag(13, 4), dense(x, tw.Causal())
+    wait(4, cut=True)
+    lean = plan.changed(waiting_results=most)
+    assert_close(split(x, lean, layout, tw.Causal()), expected)
+    # of backward alone, and of forward alone
+    for passes in ({"plan": plan, "backward_plan": lean}, {"plan": lean, "backward_plan": plan}):
+        assert_close(split(x, layout=layout, mask=tw.Causal(), **passes), expected)
+
+
+PEAK_GB = {  # of a rank, forward and backward, where at most 4, 2, 1 and 0 results of a row wait
+    "mesh": ((4.08, 3.33, 3.02, 3.01), (7.50, 6.69, 5.87, 5.92)),
+    "gather": ((2.70, 3.57, 3.12, 4.09), (6.33, 8.17, 7.49, 8.41)),
+    "ulysses": ((1.12, 1.05, 1.09, 0.94), (2.48, 2.24, 2.09, 2.06)),
+    "ring": ((1.82, 1.76, 1.62, 1.35), (3.36, 3.23, 3.16, 3.49)),
+}
+
+
+@pytest.mark.parametrize("name", PEAK_GB)
+def test_as_many_results_wait_as_the_plan_says(name: str):
+    plan = LARGE[name].plan
+    for backward in (False, True):
+        for most, peak in zip((4, 2, 1, 0), PEAK_GB[name][backward], strict=True):
+            lean = LARGE[name]._replace(plan=plan.changed(waiting_results=most))
+            code = lean.code(backward)
+            waiting = [len(op.sources) for op in code.ops if isinstance(op, Combine)]
+            assert max(waiting, default=0) <= most + 1 and bool(waiting) == (most > 0)
+            assert code.peak_bytes == pytest.approx(peak * 1e9, abs=5.1e6)
+
+
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+def test_a_plan_lets_no_more_results_wait_than_the_device(device: Any):
+    work, plan = tw.Workload(64, 4, 4, 16, mask=tw.Causal()), tw.ring(4)
+    more = plan.changed(waiting_results=100)
+    assert str(more.code(work, 0, device=device)) == str(plan.code(work, 0, device=device))
+
+
+def test_a_plan_that_is_made_anew_lets_as_few_wait():
+    lean = tw.mesh(8, q_tile=2, schedule="greedy").changed(waiting_results=1)
+    assert lean.in_backward().waiting_results == lean.tuned(8, 2).waiting_results == 1
+    work = tw.Workload(256, 8, 2, 16, mask=tw.Causal())
+    forward, backward = work.resolve(lean)
+    assert backward.plan.waiting_results == backward.pruned.waiting_results == 1
+    assert forward.plan.waiting_results == 1
+    share = prepare(work.resolve(tw.ring(2).changed(waiting_results=1)), 0)
+    assert pickle.loads(pickle.dumps(share)).waiting_results == share.waiting_results == 1
 
 
 def test_results_do_wait(wait):

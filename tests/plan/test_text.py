@@ -42,6 +42,31 @@ def test_cuts_and_save_are_written():
         assert again == cut and again.cuts == ((0, 3), (3, 7)) and again.default_save == "gathered"
 
 
+@pytest.mark.parametrize("most", (0, 1, 3))
+def test_the_number_of_results_that_wait_is_written(most: int):
+    plan = tw.ring(2)
+    lean = plan.changed(waiting_results=most)
+    assert lean != plan and lean.fingerprint != plan.fingerprint
+    for again in (tw.parse(tw.show(lean)), tw.from_json(tw.to_json(lean))):
+        assert again == lean and again.waiting_results == most
+    assert "waiting" not in tw.show(plan) + tw.to_json(plan)  # versions of before read these
+
+
+def test_a_wrong_number_of_waiting_results_is_named():
+    with pytest.raises(ValueError, match=r"waiting_results \(-1\) must be at least 0"):
+        tw.ring(2).changed(waiting_results=-1)
+    with pytest.raises(
+        ValueError, match=r"waiting_results \(1.5\) must be a whole number, at least 0"
+    ):
+        tw.ring(2).changed(waiting_results=1.5)  # pyright: ignore[reportArgumentType]
+    text = tw.show(tw.ring(2).changed(waiting_results=1))
+    with pytest.raises(ValueError, match=r"waiting results \('few'\) must be a whole number"):
+        tw.parse(text.replace("waiting results: 1", "waiting results: few"))
+    data = json.loads(tw.to_json(tw.ring(2))) | {"waiting_results": "few"}
+    with pytest.raises(ValueError, match=r"plan.waiting_results \('few'\) must be a whole number"):
+        tw.from_json(json.dumps(data))
+
+
 def test_the_grid_is_as_documented():
     assert tw.show(tw.ring(2)).splitlines() == [
         "plan: ring(2, moves='kv')",

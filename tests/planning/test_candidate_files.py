@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 import tilewise as tw
 from tilewise.expressions import read_heads
+from tilewise.planning.candidate_format import FULL_RANKS, FilePlan, read_plan, write_plan
+from tilewise.serializer import read
 from tilewise_tools.cli import app
 from tilewise_tools.cli.options import read_bytes, read_count
 
@@ -23,6 +25,18 @@ from tilewise_tools.cli.options import read_bytes, read_count
 def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test runs twice, as JSON and as a table, is searched once."""
     monkeypatch.setattr("tilewise_tools.cli.plan.search", cache(tw.search))
+
+
+@pytest.mark.parametrize("n", (4, 32))
+def test_the_number_of_results_that_wait_is_kept(n: int):
+    plan = tw.mesh(n, q_tile=4).changed(waiting_results=1)
+    where = tw.Full(), tw.zigzag(64, n)
+    written = json.loads(json.dumps(write_plan(plan)))
+    assert ("digest" in written) == (n > FULL_RANKS)
+    file = read(FilePlan, written, "plan")
+    again = read_plan(file, n, "replay", where)
+    assert again == plan and again.waiting_results == 1
+    assert "waiting_results" not in write_plan(tw.mesh(n, q_tile=4))
 
 
 def test_a_narrow_terminal_gets_whole_numbers():

@@ -303,6 +303,35 @@ def test_meshes_that_free_shards_early_are_tried_where_others_do_not_fit():
     assert best.seconds <= tw.simulate(least, work, cluster).seconds * TIE
 
 
+def test_fewer_results_wait_where_more_do_not_fit():
+    sizes = {"num_heads": 3, "num_kv_heads": 3, "head_dim": 128, "dtype": "bfloat16"}
+    work = workload(5, 1 << 16, save=None, mask=tw.Causal(), **sizes)
+    moving = {"merge_bandwidth": 2e12, "pack_bandwidth": 2e12}
+    cluster = machine(1e11, 5e14, device="cuda", **moving)
+    best = tw.search(work, cluster, world_size=5)[0]
+    same = tw.search(work, cluster, world_size=5, memory_bytes=best.peak_bytes)[0]
+    assert (same.plan, same.backward_plan) == (best.plan, best.backward_plan)
+    assert "To fit" not in best.reason + same.reason
+    assert best.plan.waiting_results is best.backward_plan.waiting_results is None
+    lean = tw.search(work, cluster, world_size=5, memory_bytes=best.peak_bytes - 1)[0]
+    assert (lean.plan, lean.backward_plan.name) == (best.plan, best.backward_plan.name)
+    assert lean.backward_plan.waiting_results == 2 and lean.peak_bytes < best.peak_bytes
+    assert lean.reason.endswith(
+        " To fit 1.28 GB, of the results of kernel calls for one row at most 2 wait in backward; "
+        "they are read and written more often for that."
+    )
+    again = tw.simulate(lean.plan, work, cluster, backward_plan=lean.backward_plan)
+    assert again.seconds == lean.seconds > best.seconds and again.peak_bytes == lean.peak_bytes
+    with pytest.raises(ValueError, match="needs least, ") as raised:
+        tw.search(work, cluster, world_size=5, memory_bytes=1)
+    told = int(str(raised.value).split("needs least, ")[1].split()[0])
+    leanest = tw.search(work, cluster, world_size=5, memory_bytes=told)[0]
+    assert leanest.peak_bytes == told < min(one.peak_bytes for one in (best, lean))
+    assert "none waits in backward (each is added at once)" in leanest.reason
+    rings = tw.ring(5), tw.ring(5, moves="q")
+    assert told < min(tw.simulate(x, work, cluster).peak_bytes for x in rings)
+
+
 def test_the_smallest_that_fits_is_named():
     n = 4
     work, cluster = workload(n, num_kv_heads=2, save=None), CLUSTERS["nodes"]

@@ -289,7 +289,7 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     yield "Plan", tw.Plan, {
         "name": "p", "world_size": 1, "num_head_groups": 1, "owners": None, "steps": [],
         "script": None, "cuts": None, "default_save": "replay", "replicated_queries": False,
-        "traits": tw.plan.ir.NO_TRAITS,
+        "waiting_results": None, "traits": tw.plan.ir.NO_TRAITS,
     }  # fmt: skip
     yield "Plan.check", PLAN.check, {"mask": MASK, "layout": LAYOUT}
     yield "Plan.pruned", PLAN.pruned, {"mask": MASK, "layout": LAYOUT}

@@ -51,9 +51,11 @@ def pass_facts(
     for part in passes[backward].parts:
         forward = None
         if backward and part.payload.saved:
-            keeping = Facts(passes[0], rank, call._replace(keep=True), traits)
+            keeping = Facts(
+                passes[0], rank, call._replace(keep=True), traits.of_plan(passes[0].plan)
+            )
             forward = pass_draft(keeping, after="keep")
-        found.append(Facts(part, rank, call, traits, forward))
+        found.append(Facts(part, rank, call, traits.of_plan(part.plan), forward))
     return tuple(found)
 
 

@@ -42,6 +42,12 @@ class CodeTraits(NamedTuple):
     cut: CallStyle = LIBRARY_STYLE
     waiting_results: int = 0
 
+    def of_plan(self, plan: Plan) -> CodeTraits:
+        """These facts for a plan, which may let fewer results wait than the device does."""
+        most = self.waiting_results
+        own = most if plan.waiting_results is None else plan.waiting_results
+        return self._replace(waiting_results=min(most, own))
+
 
 DEFAULT_TRAITS = CodeTraits()
 """Of a transport that posts a launch as one batch, as NCCL's and loopback's do."""

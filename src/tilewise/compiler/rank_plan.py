@@ -118,8 +118,9 @@ class RankPlan(Plan):
         return self.fingerprint, self.rank, self.batch
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = "name", "world_size", "num_head_groups", "owners", "cuts", "default_save", "traits"
-        make = partial(_read, **{name: getattr(self, name) for name in names})
+        fields = self._arguments()
+        del fields["steps"], fields["script"]
+        make = partial(_read, **fields)
         steps = self.rank_steps(self.rank)
         own = self.rank, self.batch, self.fingerprint, steps, self.codes
         return make, (CODE_FORMAT, *own)

@@ -50,6 +50,7 @@ def prepare(
         owners=whole.owners,
         cuts=whole.cuts,
         default_save=whole.default_save,
+        waiting_results=whole.waiting_results,
         traits=traits,
     )
 

@@ -278,6 +278,7 @@ class PlanArguments(TypedDict, total=False):
     cuts: Rows | None
     default_save: str
     replicated_queries: bool
+    waiting_results: int | None
     traits: Traits
 
 
@@ -299,6 +300,9 @@ class Plan(OpaqueValue):
         default_save: what backward does by default: "replay" the operands' transfers, or keep
             those "gathered" in forward where that takes no extra memory.
         replicated_queries: all queries are one shard that every rank holds (decoding).
+        waiting_results: results of kernel calls for one row that may wait in memory until they are
+            combined; 0: each is added at once; None, or more than the device lets wait: as many as
+            that does (docs/gpu.md). It is of this plan, not of plans that are composed of it.
         traits: what its author knows of it beside its steps.
 
     Attributes:
@@ -333,6 +337,7 @@ class Plan(OpaqueValue):
     cuts: Rows | None
     default_save: str
     replicated_queries: bool
+    waiting_results: int | None
     traits: Traits
     _given_steps: tuple[Step, ...] | None
     _script: Script | None
@@ -349,6 +354,7 @@ class Plan(OpaqueValue):
         cuts: Rows | None = None,
         default_save: str = "replay",
         replicated_queries: bool = False,
+        waiting_results: int | None = None,
         traits: Traits = NO_TRAITS,
     ):
         world_size = whole_number("world_size", world_size, most=MOST_RANKS)
@@ -362,6 +368,8 @@ class Plan(OpaqueValue):
                 require_type(tuple, argument, value, "those of tw.ring(4)")
         require_type(Traits, "traits", traits, "tw.plan.ir.NO_TRAITS")
         require_type(bool, "replicated_queries", replicated_queries, "True")
+        if waiting_results is not None:
+            waiting_results = whole_number("waiting_results", waiting_results, 0)
         steps = None if steps is None else listed("steps", steps, "Step")
         for step in steps or ():
             require_type(Step, "step", step, "Step(tiles, transfers)")
@@ -375,6 +383,7 @@ class Plan(OpaqueValue):
             cuts=cuts,
             default_save=default_save,
             replicated_queries=replicated_queries,
+            waiting_results=waiting_results,
             traits=traits,
             _given_steps=None if steps is None else tuple(_in_order(step) for step in steps),
             _script=script,
@@ -383,7 +392,10 @@ class Plan(OpaqueValue):
     @property
     def fingerprint(self) -> str:
         """A short text, equal for equal plans of one origin; it builds no strategy's steps."""
-        return self.name if self.scripted and self.traits.proven else self._digested_name()
+        if not (self.scripted and self.traits.proven):
+            return self._digested_name()
+        most = self.waiting_results
+        return self.name if most is None else f"{self.name}, waiting results: {most}"
 
     @kept_with_plan(keep=1)
     def _digested_name(self) -> str:
@@ -465,7 +477,8 @@ class Plan(OpaqueValue):
     @kept_with_plan()
     def _tuned(self, num_heads: int, num_kv_heads: int) -> Plan:
         assert self.traits.tuning is not None
-        return self.traits.tuning.plan(num_heads, num_kv_heads)
+        tuned = self.traits.tuning.plan(num_heads, num_kv_heads)
+        return tuned.with_waiting_results(self.waiting_results)
 
     def in_backward(self) -> Plan:
         """The plan that backward runs: itself, or made anew in the order that suits that pass."""
@@ -475,7 +488,7 @@ class Plan(OpaqueValue):
     def _in_backward(self) -> Plan:
         order = self.traits.backward_order
         assert order is not None
-        return order.make(*order.known)
+        return order.make(*order.known).with_waiting_results(self.waiting_results)
 
     def replaced(self, name: str, steps: Iterable[Step]) -> Plan:
         """Return this plan with other steps; what its strategy declared of it (symmetry, ...) is
@@ -486,6 +499,10 @@ class Plan(OpaqueValue):
     def changed(self, **fields: Unpack[PlanArguments]) -> Plan:
         """This plan with other values of some of its arguments; its steps are not built for it."""
         return Plan(**(self._arguments() | fields))
+
+    def with_waiting_results(self, most: int | None) -> Plan:
+        """This plan with at most so many waiting results: itself, if it has that number."""
+        return self if most == self.waiting_results else self.changed(waiting_results=most)
 
     def _arguments(self) -> PlanArguments:
         return {
@@ -498,6 +515,7 @@ class Plan(OpaqueValue):
             "cuts": self.cuts,
             "default_save": self.default_save,
             "replicated_queries": self.replicated_queries,
+            "waiting_results": self.waiting_results,
             "traits": self.traits,
         }
 
@@ -509,6 +527,7 @@ class Plan(OpaqueValue):
             self.cuts,
             self.default_save,
             self.replicated_queries,
+            self.waiting_results,
             self.steps,
         )
 

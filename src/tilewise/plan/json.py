@@ -54,6 +54,7 @@ class _FilePlan:
     cuts: Rows | None = None
     save: Save
     replicated_queries: bool
+    waiting_results: int | None = None
     steps: tuple[_FileStep, ...]
 
 
@@ -93,9 +94,13 @@ def plan_to_data(plan: Plan) -> dict[str, Any]:
         cuts=plan.cuts,
         save=cast(Save, plan.default_save),
         replicated_queries=plan.replicated_queries,
+        waiting_results=plan.waiting_results,
         steps=steps,
     )
-    return write(file)
+    data = write(file)
+    if plan.waiting_results is None:  # versions of before read it too
+        del data["waiting_results"]
+    return data
 
 
 def plan_from_data(data: Any) -> Plan:
@@ -120,6 +125,7 @@ def plan_from_data(data: Any) -> Plan:
             cuts=file.cuts,
             default_save=file.save,
             replicated_queries=file.replicated_queries,
+            waiting_results=file.waiting_results,
         )
     except ValueError as error:
         raise ValueError(f"not a plan in JSON: {error}") from None

@@ -41,6 +41,8 @@ def show(plan: Plan) -> str:
     lines.append(f"save: {plan.default_save}")
     if plan.replicated_queries:
         lines.append("queries: replicated")
+    if plan.waiting_results is not None:
+        lines.append(f"waiting results: {plan.waiting_results}")
     rows = ((number, step.cells()) for number, step in enumerate(plan.steps))
     return "\n".join([*lines, *grid(range(plan.world_size), rows)]) + "\n"
 
@@ -73,7 +75,9 @@ def parse(text: str) -> Plan:
     except ValueError as error:
         raise ValueError(f"{first_lines}: {error}") from None
     steps = [_step(number, line, world) for number, line in enumerate(lines[1:])]
-    save = head.get("save", "replay")
+    save, waiting = head.get("save", "replay"), head.get("waiting results")
+    if waiting is not None and not waiting.isdecimal():
+        raise ValueError(f"waiting results ({waiting!r}) must be a whole number, at least 0")
     plan = Plan(
         head["plan"],
         world,
@@ -83,6 +87,7 @@ def parse(text: str) -> Plan:
         cuts=cuts,
         default_save=save,
         replicated_queries="queries" in head,
+        waiting_results=None if waiting is None else int(waiting),
     )
     return checked(plan)
 

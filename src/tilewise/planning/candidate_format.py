@@ -43,6 +43,7 @@ class FilePlan:
     name: str
     steps: Any = None
     digest: str | None = None
+    waiting_results: int | None = None
 
 
 def write_workload(work: Workload) -> dict[str, Any]:
@@ -90,7 +91,9 @@ def write_plan(plan: Plan) -> dict[str, Any]:
         parsed_plan = None
     if parsed_plan is None or plan.world_size <= FULL_RANKS:
         return {"name": plan.name, "steps": plan_to_data(plan)}
-    return {"name": plan.name, "digest": digest(plan)}
+    most = plan.waiting_results
+    waiting = {} if most is None else {"waiting_results": most}
+    return {"name": plan.name, "digest": digest(plan), **waiting}
 
 
 def read_plan(file: FilePlan, world_size: int, save: str, where: tuple[Mask, Layout]) -> Plan:
@@ -110,7 +113,7 @@ def read_plan(file: FilePlan, world_size: int, save: str, where: tuple[Mask, Lay
                 f"{name} does not do what it did when the file was written (digest "
                 f"{digest(plan)}, not {file.digest}); search again"
             )
-        return with_save(plan, save)
+        return with_save(plan.with_waiting_results(file.waiting_results), save)
     plan = _known(name, plan_from_data(file.steps), where)
     if plan.world_size != world_size:
         raise ValueError(f"{name} is for {plan.world_size} ranks, not for {world_size}")
@@ -134,7 +137,7 @@ def _known(name: str, plan: Plan, where: tuple[Mask, Layout]) -> Plan:
             made = read_call(name, plan.world_size)
     except ValueError:
         return plan
-    made = made.changed(default_save=plan.default_save)
+    made = made.changed(default_save=plan.default_save, waiting_results=plan.waiting_results)
     return made if made.traits.whole_rows is not None and made == plan else plan
 
 

@@ -58,6 +58,7 @@ class Option(NamedTuple):
         shape: of the plan inside a head group.
         keeps: whether it is only for runs that keep what forward gathered.
         variant: True for further schedules of a tile, which are tried after its first one.
+        waiting_results: of the plan as it is tried; `make` makes it without.
     """
 
     kind: str
@@ -67,6 +68,21 @@ class Option(NamedTuple):
     shape: Shape
     keeps: bool = False
     variant: bool = False
+    waiting_results: int | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan as it is tried."""
+        return self.make().with_waiting_results(self.waiting_results)
+
+    def leaner(self, most: int) -> "Option | None":
+        """The option with half as many waiting results; None if none of its results wait.
+
+        Args:
+            most: results that wait on the device.
+        """
+        waiting = most if self.waiting_results is None else self.waiting_results
+        return self._replace(waiting_results=waiting // 2) if waiting else None
 
     @property
     def own_shards(self) -> bool:

@@ -212,11 +212,26 @@ class PairSearch:
         pairs: list[Pair] = []
         leanest = [option for option in self.options if option.kind in LEANEST] or self.options
         for option in leanest:
-            pairs.append(self._pair(option))
+            pairs.append(self._leanest(option))
             if pairs[-1].fits(self.memory):
                 self._rings_fit = True
                 return
         raise ValueError(self._too_little(pairs))
+
+    def _leanest(self, option: Option) -> Pair:
+        """An option in both passes, each with as many waiting results as fit, or as need least."""
+
+        def best(trials: Trials) -> Trial:
+            tried: list[Trial] = []
+            leaner: Option | None = option
+            while leaner is not None:
+                tried.append(trials.trial(leaner))
+                if tried[-1].fits(self.memory):
+                    return tried[-1]
+                leaner = trials.leaner(leaner)
+            return min(tried, key=lambda trial: trial.memory.peak_bytes)
+
+        return Pair(best(self.forward), best(self.backward["replay"]), "replay")
 
     def _exactly(self, pairs: list[Pair]) -> list[Pair]:
         """Return the pairs, the fastest of them simulated again with all ranks.
@@ -290,7 +305,7 @@ class PairSearch:
     def _too_little(self, pairs: list[Pair]) -> str:
         leanest = min(pairs, key=lambda pair: pair.peak_bytes)
         names = leanest.forward.plan.name
-        if leanest.backward.option != leanest.forward.option:
+        if leanest.backward.plan.name != names:
             names += f" with {leanest.backward.plan.name} in backward"
         return (
             f"memory_bytes ({self.memory}) is too little for a rank of any plan; "

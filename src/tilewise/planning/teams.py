@@ -31,6 +31,7 @@ def simulate_teams(model: PassModel, plan: Plan) -> tuple[Timeline, Symmetry]:
     """Simulate the pass; return also which rank stands for which."""
     assert plan.traits.head_split
     degree, inner = plan.traits.head_split
+    inner = inner.with_waiting_results(plan.waiting_results)
     work = model.work
     num_heads, num_kv_heads = head_groups(work.num_heads, work.num_kv_heads, degree).size
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from tilewise.compiler.facts import device_traits
 from tilewise.plan.ir import Item, Plan, Role, Side, find_symmetry
 from tilewise.plan.shifts import Symmetry
 from tilewise.planning.bounds import shape_bound, steps_bound
@@ -110,14 +111,17 @@ class Trials:
 
     def __init__(self, model: PassModel, options: list[Option]):
         self.model, self.options, self.num_messages, self.bounding = model, options, 0, 0
-        self.tried: dict[int, Trial] = {}
+        self.tried: dict[Option, Trial] = {}
         self._bounds = [shape_bound(model, option) for option in options]
         self._made: set[int] = set()
-        self._exact: dict[int, Trial] = {}
+        self._exact: dict[Option, Trial] = {}
 
     def bound(self, option: Option) -> float:
-        """The seconds of an option that was simulated, else the best lower bound of its seconds."""
-        trial = self.tried.get(option.order)
+        """The seconds of an option that was simulated, else the best lower bound of its seconds.
+
+        With fewer waiting results it is taken to be no faster than with all.
+        """
+        trial = self.tried.get(option) or self.tried.get(option._replace(waiting_results=None))
         return trial.seconds if trial else self._bounds[option.order]
 
     def sharpen(self, option: Option) -> None:
@@ -130,21 +134,24 @@ class Trials:
 
     def trial(self, option: Option) -> Trial:
         """Simulate an option, once; only a sample of its ranks where the model asks for that."""
-        if option.order not in self.tried:
-            self.tried[option.order] = self._simulated(option, self.model.sampled)
-        return self.tried[option.order]
+        if option not in self.tried:
+            self.tried[option] = self._simulated(option, self.model.sampled)
+        return self.tried[option]
+
+    def leaner(self, option: Option) -> Option | None:
+        """The option with half as many results that wait on the machine's devices, if any do."""
+        return option.leaner(device_traits(self.model.machine.device).waiting_results)
 
     def exact(self, trial: Trial) -> Trial:
         """The trial as tw.simulate runs it, which is itself unless it is sampled."""
         if not trial.sampled:
             return trial
-        order = trial.option.order
-        if order not in self._exact:
-            self._exact[order] = self._simulated(trial.option, False)
-        return self._exact[order]
+        if trial.option not in self._exact:
+            self._exact[trial.option] = self._simulated(trial.option, False)
+        return self._exact[trial.option]
 
     def _simulated(self, option: Option, sampled: bool) -> Trial:
-        plan, model = option.make(), self.model
+        plan, model = option.plan, self.model
         if sampled and model.alike is None:
             sampled = splits_into_teams(model, plan)
         if sampled and model.alike is None:
@@ -176,7 +183,8 @@ def explore(
     degree, by its shape, comes first. If some option fits, bounds by steps end when they have taken
     as long as max_messages would in each pass, and simulations after max_messages in each pass. The
     other schedules of a tile are tried after its first one: they move the same shards,
-    and making them takes time.
+    and making them takes time. An option that would be the fastest and does not fit is tried again
+    with half as many waiting results, down to none.
 
     Args:
         passes: the passes that run the same option. Its time is the sum over them.
@@ -222,6 +230,8 @@ def explore(
             seconds = sum(trial.seconds for trial in trials)
             if seconds < best and all(map(fits, trials)):
                 best = seconds
+            elif seconds < best and (leaner := passes[0].leaner(option)):
+                heapq.heappush(bounded, entry(leaner))
             for variant in variants.pop(option.tile, ()):
                 heapq.heappush(queue, entry(variant))
             continue
