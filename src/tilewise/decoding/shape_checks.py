@@ -59,8 +59,8 @@ class CacheShape:
         numbers = as_ints(given, name)
         if len(numbers) != self.batch or min(numbers) < 0:
             raise ValueError(
-                f"{name} {numbers} must be one number, 0 or more, for each of the {self.batch} "
-                "sequences of the cache"
+                f"{name} {brief(numbers)} must be one number, 0 or more, for each of the "
+                f"{self.batch} sequences of the cache"
             )
         return numbers
 
