@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from types import MappingProxyType
 
 import tilewise as tw
 from benchmarks.study.contexts import MASKS, TOKENS_PER_DEVICE, drawn, plan_of
