@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
+from tilewise.plan.ir import Plan
+
 
 class ComparedFigures(Protocol):
     """Figures that are compared: a candidate, a line of a table, the cost of a setting."""
@@ -117,6 +119,23 @@ def _against(row: ComparedFigures, best: ComparedFigures) -> str:
         sent_bytes, best_sent_bytes = map(_bytes, bytes_by_link[link])
         return f"sends {sent_bytes} {LINKS[link]} against {best_sent_bytes} and {waits}"
     return f"{waits}, and computes {computes}"
+
+
+def fewer_wait(plan: Plan, backward_plan: Plan, memory: float) -> str:
+    """Say in which passes fewer results wait than the device lets, to fit so many bytes."""
+    said = [
+        f"at most {plan.waiting_results} wait in {name}"
+        if plan.waiting_results
+        else f"none waits in {name} (each is added at once)"
+        for name, plan in (("forward", plan), ("backward", backward_plan))
+        if plan.waiting_results is not None
+    ]
+    if not said:
+        return ""
+    return (
+        f" To fit {_bytes(memory)}, of the results of kernel calls for one row "
+        f"{' and '.join(said)}; they are read and written more often for that."
+    )
 
 
 def _time(seconds: float) -> str:

@@ -21,7 +21,7 @@ from tilewise.planning.distances import least_bytes, least_seconds
 from tilewise.planning.options import options
 from tilewise.planning.pairs import Pair, PairSearch
 from tilewise.planning.pass_model import PassModel, pad_to_equal_shards
-from tilewise.planning.reasons import reason
+from tilewise.planning.reasons import fewer_wait, reason
 from tilewise.simulation.halves import EXACT_RANKS
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import Simulation, simulate
@@ -123,14 +123,13 @@ def _of_one_wire(
     ]
     rows = partial(_rows, candidates)
     padding_note = _padded(equal_shards, laid_out)
-    size = f"{memory / 1e9:.3g} GB"
     return [
         replace(
             candidate,
             make_rows=rows,
             reason=reason(candidate, candidates, ring and ring.seconds)
             + padding_note
-            + _waiting(candidate, size),
+            + fewer_wait(candidate.plan, candidate.backward_plan, memory),
         )
         for candidate in candidates
     ]
@@ -197,24 +196,6 @@ def _padded(padded_work: Workload, work: Workload) -> str:
     return (
         f" Times are those of {padded_work.num_tokens} tokens, the next number that all ranks "
         "share equally."
-    )
-
-
-def _waiting(candidate: Candidate, memory: str) -> str:
-    """Say in which passes fewer results wait than the device lets, to fit the memory."""
-    passes = ("forward", candidate.plan), ("backward", candidate.backward_plan)
-    said = [
-        f"at most {plan.waiting_results} wait in {name}"
-        if plan.waiting_results
-        else f"none waits in {name} (each is added at once)"
-        for name, plan in passes
-        if plan.waiting_results is not None
-    ]
-    if not said:
-        return ""
-    return (
-        f" To fit {memory}, of the results of kernel calls for one row {' and '.join(said)}; they "
-        "are read and written more often for that."
     )
 
 
