@@ -7,7 +7,6 @@ from collections.abc import Callable
 from tilewise.compiler.ops import (
     Attend,
     ComputeDelta,
-    Copy,
     Expand,
     Merge,
     Op,
@@ -45,8 +44,6 @@ def traffic_bytes(op: Op[V], num_bytes: Callable[[V], int]) -> int:
             return _merged(op, num_bytes)
         case Post() | Wait() | Expand() | Pull() | ComputeDelta():
             return 0
-        case Copy():  # as below, and most operations are copies
-            return num_bytes(op.source) + num_bytes(op.target)
         case _:
             return sum(map(num_bytes, reads(op))) + sum(map(num_bytes, writes(op)))
 
