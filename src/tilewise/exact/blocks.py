@@ -106,8 +106,8 @@ class DocumentRows(NamedTuple):
         return -(-self.length // self.sizes.walked)
 
     def meetings(self) -> Iterator[tuple[int, Array, NDArray[np.bool_]]]:
-        """Of each walked block its number, the own blocks that meet it, ascending, and of every own
-        block whether all its rows see all of it.
+        """Yield each walked block's number, the own blocks that meet it, ascending, and whether all
+        rows of each own block see all of it.
         """
         low, high = (self.in_own_blocks(x) for x in (self.low, self.high))
         for number in range(self.num_walked_blocks):

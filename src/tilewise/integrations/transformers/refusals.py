@@ -1,5 +1,6 @@
-"""What cannot run split, and what to do instead: Trainers, their settings, sizes and launchers of
-accelerate, kinds of models and adapters. Errors of a batch's data stand where it is read.
+"""Table of what cannot run split, and what to do instead: Trainers, their settings, sizes and
+launchers of accelerate, kinds of models and adapters. Errors of a batch's data stand where it is
+read.
 
 `python -m benchmarks.docs_tables --only refusals` prints these rows into docs.
 """

@@ -38,7 +38,7 @@ def _put(view, batch, head, rows, value, STEP: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def _numbers(view, batch, head, rows):
-    """Where the numbers of rows are, one each."""
+    """Return pointers to the numbers of rows, one each."""
     return at_head(view, batch, head, 1) + rows.to(tl.int64) * view.row
 
 
