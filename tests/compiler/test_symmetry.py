@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -65,6 +66,28 @@ def test_causal_ranks_are_simulated_each_and_taken_as_alike_if_that_is_asked_for
         assert rough.compute_seconds == pytest.approx(every.compute_seconds)
     work = workload(128, num_kv_heads=4, mask=tw.Causal())
     assert simulate(tw.mesh(128, q_tile=8), work, cluster).symmetries[0].num_classes == 128
+
+
+def test_under_documents_one_rank_of_a_head_team_stands_for_all_if_that_is_asked_for():
+    cu = (0, 100, 333, 760, 1024)
+    layout = tw.zigzag_documents(cu, 16)
+    cluster = machine(1e9, 1e12, node_size=4, nics=4, inside=Link(8e9))
+    for mask in (tw.Document(cu), tw.Document(cu) & tw.Causal()):
+        work = replace(workload(16, num_heads=8), num_tokens=1024, layout=layout, mask=mask)
+        for plan, members in ((tw.ulysses(4, tw.mesh(4)), 4), (tw.ulysses(8, tw.ring(2)), 8)):
+            every, found = (simulate(plan, work, cluster, exact=e) for e in (None, False))
+            assert every.symmetries[0].members == 1
+            assert found.symmetries[0].members == members
+            assert found.seconds == pytest.approx(every.seconds, rel=0.01)
+            assert found.compute_seconds == pytest.approx(every.compute_seconds)
+            # A shard is a whole number of tokens, 63 to 65: all are taken to send as the largest.
+            assert found.sent_bytes == pytest.approx(every.sent_bytes, rel=0.02)
+            assert found.sent_bytes >= every.sent_bytes
+        ring = simulate(tw.ring(16), work, cluster, exact=False)
+        assert ring.symmetries[0].members == 1
+    by_head = replace(work, mask=tw.PerHead((tw.Full(), *[tw.Causal()] * 7)), num_kv_heads=8)
+    found = simulate(plan, by_head, cluster, exact=False)
+    assert found.symmetries[0].members == 1
 
 
 def test_many_ranks_that_are_not_alike_are_refused():
