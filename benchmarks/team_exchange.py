@@ -96,6 +96,8 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=whole_number, default=5)
     options = parser.parse_args()
+    if options.hosts < 2:
+        parser.error(f"--hosts ({options.hosts}) must be at least 2: ranks that send to each other")
     with Lab(hosts=options.hosts, mbit=options.mbit) as lab:
         found = lab.run(measure, options.kib, options.repeats, timeout_seconds=600)[0]
     print(f"{'KiB a peer':>10}" + "".join(f"{name:>28}" for name in WAYS))

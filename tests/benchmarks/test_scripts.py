@@ -60,6 +60,7 @@ BAD = (
     ("strategy_pictures", "made", "folder: made is no folder; make it first"),
     ("support", "--write --check", "--check: not allowed with argument --write"),
     ("team_exchange", "--hosts 3000", "--hosts (3000) must be from 1 to 250"),
+    ("team_exchange", "--hosts 1", "--hosts (1) must be at least 2"),
     ("team_exchange", "--mbit nan", "--mbit (nan) must be from 1 to 100000"),
     ("tiled", "--picture made/x.png", "--picture: made is no folder"),
     ("tiled", "--ranks 8,1", "--ranks (1) must be at least 2"),

@@ -15,7 +15,7 @@ from tilewise_tools.report.drawing import Series, axis, bars, log_axis
 from tilewise_tools.report.page import Figure, Page, written
 from tilewise_tools.report.plan_report import page_of
 from tilewise_tools.report.studies import Studies, StudyEntry
-from tilewise_tools.report.timeline import timeline
+from tilewise_tools.report.timeline import timeline, timeline_figure
 from tilewise_tools.report.words import count, in_words, mask_words, quantity, short, times
 
 VOID = {"meta", "link", "img", "br"}
@@ -55,7 +55,7 @@ def test_a_plan_for_a_mask_is_named_without_the_mask():
 
 @pytest.mark.parametrize("longest", (0.0013, 7.0, 9.99e9))
 def test_bars_have_few_ticks_with_units(longest: float):
-    words = bars(axis("time", "s"), "s", [Series("a", ["x"], [longest], [""], 0)]).layout["xaxis"]
+    words = bars(axis("time"), "s", [Series("a", ["x"], [longest], [""], 0)]).layout["xaxis"]
     assert 3 <= len(words["tickvals"]) <= 8 and len({*words["ticktext"]}) == len(words["ticktext"])
     assert words["ticktext"][0] == "0 s" and words["tickvals"][-1] <= words["range"][1]
 
@@ -116,6 +116,25 @@ def test_the_timeline_has_all_compute_and_waiting():
         busy = sum(bar.seconds for bar in bars if bar.lane == "compute")
         wanted = sum(use.compute_seconds for use in found.use(rank))
         assert busy == pytest.approx(wanted, rel=0.01)
+
+
+def test_the_axis_of_time_has_one_unit_in_which_all_on_it_is_given():
+    work = tw.Workload(1 << 14, 8, 8, 64)
+    found = tw.simulate(tw.ring(4), work, MACHINE)
+    figure = timeline_figure(found)
+    drawn = chart(figure)
+    axis = drawn.layout["xaxis"]
+    words, unit = axis["title"]["text"].split(" (")
+    assert words == "time"
+    assert "tickformat" not in axis
+    seconds = {"s)": 1.0, "ms)": 1e-3, "µs)": 1e-6}[unit]
+    assert axis["range"][1] * seconds == pytest.approx(found.seconds)
+    assert 1 <= axis["range"][1] < 1000
+    jumps = {name: (start * seconds, stop * seconds) for name, start, stop in figure.jumps}
+    assert jumps["Forward"] == pytest.approx((0, found.forward_seconds))
+    assert jumps["Backward"] == pytest.approx((found.forward_seconds, found.seconds))
+    ends = [b + x for bar in drawn.data for b, x in zip(bar["base"], bar["x"], strict=True)]
+    assert max(ends) * seconds == pytest.approx(found.seconds, rel=1e-3)
 
 
 def test_bars_of_time_add_up_to_the_time_where_ranks_differ():

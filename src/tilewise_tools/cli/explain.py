@@ -8,6 +8,7 @@ import typer
 from tilewise.recording import FOLDER
 from tilewise_tools.cli.options import AsJson, option, read_machine_option, read_plans
 from tilewise_tools.cli.output import (
+    check_apart,
     check_writable,
     print_error,
     print_json,
@@ -54,6 +55,7 @@ def explain(
     tw.record(cp) writes the rows. They are joined with the simulation of the same passes.
     """
     with refusing_bad_input():
+        check_apart(paths or (), {"--output": output, "--trace": trace})
         check_writable("--output", output)
         check_writable("--trace", trace)
         if output is not None:

@@ -98,6 +98,21 @@ def check_writable(option: str, path: Path | None, *, makes_folders: bool = Fals
         )
 
 
+def check_apart(inputs: Iterable[Path], outputs: Mapping[str, Path | None]) -> None:
+    """Refuse a file that would be written over: an input, or another output.
+
+    Args:
+        outputs: the files that will be written, by their options.
+    """
+    taken = {path.resolve(): "the command reads it" for path in inputs}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        if why := taken.get(path.resolve()):
+            raise ValueError(f"{option} would write over {path}: {why}; name another file")
+        taken[path.resolve()] = f"{option} writes it"
+
+
 def check_folder(option: str, folder: Path | None) -> None:
     """Refuse a folder of pictures that could not be filled in the end, before the work begins."""
     if folder is not None:

@@ -22,6 +22,7 @@ from tilewise_tools.cli.options import (
     workload_of,
 )
 from tilewise_tools.cli.output import (
+    check_apart,
     check_folder,
     check_writable,
     print_json,
@@ -82,8 +83,7 @@ def _report(options: ReportOptions, about: WorkOptions) -> None:
         if folder := next((path for path in files if path.is_dir()), None):
             raise ValueError(f"{folder} is a folder; give a file in it")
         page = files[0].with_suffix(PAGE) if options.output is None else options.output
-        if page == csv or {page, csv} & {*files}:
-            raise ValueError(f"--output ({page}), --csv ({csv}) must be two files, no input")
+        check_apart(files, {"--output": page, "--csv": csv})
         check_writable("--output", page, makes_folders=True)
         check_writable("--csv", csv, makes_folders=True)
         check_folder("--png", options.png)

@@ -7,7 +7,16 @@ from types import MappingProxyType
 
 from tilewise_tools.explain.explanation import PARTS, Explanation
 from tilewise_tools.explain.waiting import COPY, KERNEL, OUTSIDE, WAIT, Piece
-from tilewise_tools.report.drawing import AROUND, Drawing, Words, axis, colour, from_zero, hover
+from tilewise_tools.report.drawing import (
+    AROUND,
+    Drawing,
+    Words,
+    axis,
+    colour,
+    from_zero,
+    hover,
+    time_axis,
+)
 from tilewise_tools.report.page import Fact, Figure, Page, Section, TextTable
 from tilewise_tools.report.words import quantity
 
@@ -101,6 +110,8 @@ def _lanes(explanation: Explanation) -> Figure:
     step = explanation.steps[-1]
     begin = min(pieces[0].start for pieces in step.pieces)
     shown = step.pieces[:MOST_ROWS]
+    end = max(pieces[-1].end for pieces in shown if pieces)
+    x, unit_seconds = time_axis(end - begin)
     bars: list[Words] = []
     for part, name in PARTS.items():
         drawn = [
@@ -116,8 +127,8 @@ def _lanes(explanation: Explanation) -> Figure:
                 "orientation": "h",
                 "y": [rank for rank, _ in drawn],
                 "width": 0.7,
-                "base": [piece.start - begin for _, piece in drawn],
-                "x": [piece.seconds for _, piece in drawn],
+                "base": [(piece.start - begin) / unit_seconds for _, piece in drawn],
+                "x": [piece.seconds / unit_seconds for _, piece in drawn],
                 "marker": {"color": colour(COLOURS[part])},
                 **hover([_note(piece) for _, piece in drawn]),
             }
@@ -125,7 +136,7 @@ def _lanes(explanation: Explanation) -> Figure:
     names = [f"rank {rank}" for rank in range(len(shown))]
     rows = {"showgrid": False, "zeroline": False, "fixedrange": True, "autorange": "reversed"}
     layout = {
-        "xaxis": axis("time", "s"),
+        "xaxis": x,
         "yaxis": axis("", ticks=tuple(enumerate(names))) | rows,
         "barmode": "overlay",
         "dragmode": "zoom",

@@ -271,7 +271,7 @@ def memory(rows: Iterable[Row], colours: Colours) -> Figure | None:
         note = f"{name}\n{quantity(peak_bytes, 'B')}{planned_text}"
         parts.append(Series(name, [name], [peak_bytes], [note], colours[name]))
     names = ("contender", "peak_bytes", "predicted_peak_bytes", "median_seconds")
-    drawing = bars(axis("peak above the inputs", "B"), "B", parts)
+    drawing = bars(axis("peak above the inputs"), "B", parts)
     drawing.layout["showlegend"] = False  # each bar has its name
     caption = f"{described(case.fields)}. Of the device that needs most, kernels included."
     table = row_table(case_rows, names)
@@ -315,7 +315,7 @@ def waiting_bars(
         Series(label, names, seconds, [f"{label}: {quantity(x, 's')}" for x in seconds], number)
         for number, (label, seconds) in enumerate((("computing", computing), ("waiting", waiting)))
     ]
-    return Figure(name, title, caption, bars(axis("time", "s"), "s", series))
+    return Figure(name, title, caption, bars(axis("time"), "s", series))
 
 
 def waiting(kind: str, all_cases: Iterable[ReportCase]) -> Figure | None:

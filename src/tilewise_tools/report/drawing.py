@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tilewise_tools.report.words import quantity
+from tilewise_tools.report.words import prefixed, quantity
 from tilewise_verify.palette import SERIES, rank_colours, rgb
 
 NUMBERED = 16  # cells a side up to which each names its rank
@@ -81,15 +81,23 @@ def colour(number: int) -> str:
     return SERIES[number % len(SERIES)][0]
 
 
-def axis(
-    title: str, unit: str = "", ticks: Sequence[tuple[float, str]] = (), log: bool = False
-) -> Words:
-    """An axis of a unit that SI prefixes go with, or of chosen ticks."""
+def axis(title: str, ticks: Sequence[tuple[float, str]] = (), log: bool = False) -> Words:
+    """An axis, of chosen ticks or of those that plotly takes."""
     axis_words: Words = {"title": {"text": title}, "type": "log" if log else "-"}
     if ticks:
         places, texts = zip(*ticks, strict=True)
         return axis_words | {"tickvals": places, "ticktext": texts}
-    return axis_words | ({"tickformat": "~s", "ticksuffix": unit} if unit else {})
+    return axis_words
+
+
+def time_axis(seconds: float) -> tuple[Words, float]:
+    """Return an axis of time that can be zoomed, and its unit in seconds.
+
+    Args:
+        seconds: the latest time; it chooses the unit.
+    """
+    unit, unit_seconds = prefixed(seconds, "s")
+    return axis(f"time ({unit})"), unit_seconds
 
 
 def log_axis(title: str, unit: str, values: Iterable[float]) -> Words:

@@ -57,7 +57,7 @@ def _stacked(
         both = zip(entries, values, strict=True)
         notes = [_note(entry, f"{quantity(value, unit)} {lane_name}") for entry, value in both]
         series.append(Series(lane_name, names, values, notes, LANES[lane]))
-    return bars(axis(title, unit), unit, series)
+    return bars(axis(title), unit, series)
 
 
 def seconds(entries: Iterable[StudyEntry]) -> Figure:

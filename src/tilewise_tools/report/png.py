@@ -164,7 +164,7 @@ def _line(axes: Any, trace: Words) -> None:
 
 def _scale(axes: Any, side: str, words: Words) -> None:
     """An axis as the page has it: scale, ticks, range and title."""
-    from matplotlib.ticker import EngFormatter, NullLocator
+    from matplotlib.ticker import NullLocator
 
     axis, is_log = getattr(axes, f"{side}axis"), words.get("type") == "log"
     if is_log:
@@ -172,8 +172,6 @@ def _scale(axes: Any, side: str, words: Words) -> None:
         axis.set_minor_locator(NullLocator())
     if "tickvals" in words:
         axis.set_ticks([*words["tickvals"]], [*map(str, words["ticktext"])])
-    elif words.get("tickformat"):
-        axis.set_major_formatter(EngFormatter(words.get("ticksuffix", "")))
     if "range" in words:
         axes.set(**{f"{side}lim": [10**end if is_log else end for end in words["range"]]})
     elif words.get("autorange") == "reversed":

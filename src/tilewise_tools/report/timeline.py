@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tilewise.simulation.network import LINKS
 from tilewise.simulation.simulator import Simulation
 from tilewise.simulation.timeline import SENDS, Span
-from tilewise_tools.report.drawing import AROUND, Drawing, Words, axis, colour, hover
+from tilewise_tools.report.drawing import AROUND, Drawing, Words, axis, colour, hover, time_axis
 from tilewise_tools.report.page import Figure, TextTable
 from tilewise_tools.report.words import CROSS, quantity
 
@@ -157,12 +157,15 @@ def timeline_figure(simulation: Simulation, names: Mapping[int, str] = NO_NAMES)
     else:
         which = f"{num_shown} of the {alike} ranks that stand for all {world_size}"
     caption = HOW_TO_READ.format(which)
-    jumps = (
+    turn, end = timeline_bars.turn, timeline_bars.end
+    _, unit_seconds = time_axis(end)
+    parts = (
         ("First steps", 0.0, _first_steps(simulation)),
-        ("Forward", 0.0, timeline_bars.turn),
-        ("Backward", timeline_bars.turn, timeline_bars.end),
-        ("Both passes", 0.0, timeline_bars.end),
+        ("Forward", 0.0, turn),
+        ("Backward", turn, end),
+        ("Both passes", 0.0, end),
     )
+    jumps = tuple((name, start / unit_seconds, stop / unit_seconds) for name, start, stop in parts)
     rows = tuple(_row(simulation, *rank) for rank in timeline_bars.ranks)
     header = ("rank", "ranks like it", "compute", "copy and merge", "waiting", "idle", "sent")
     table = TextTable(header, rows)
@@ -196,18 +199,20 @@ def _drawn(timeline_bars: TimelineBars, in_words: Mapping[int, str]) -> Drawing:
         f"rank {rank}" + f"\n{in_words.get(rank) or f'{CROSS}{like}' * (like > 1)}".rstrip("\n")
         for rank, like in timeline_bars.ranks
     ]
+    x, unit_seconds = time_axis(timeline_bars.end)
+    turn, end = timeline_bars.turn / unit_seconds, timeline_bars.end / unit_seconds
     bounds = [len(names) - 0.4, -0.95]
     rows = {"showgrid": False, "zeroline": False, "range": bounds, "fixedrange": True}
     above = {"y": -0.68, "xanchor": "left"}
     layout = {
-        "xaxis": axis("time", "s") | {"range": [0, timeline_bars.end], "zeroline": False},
+        "xaxis": x | {"range": [0, end], "zeroline": False},
         "yaxis": axis("", ticks=tuple(enumerate(names))) | rows,
         "barmode": "overlay",
         "dragmode": "zoom",
         "shapes": [
             {
-                "x0": timeline_bars.turn,
-                "x1": timeline_bars.turn,
+                "x0": turn,
+                "x1": turn,
                 "yref": "y domain",
                 "y0": 0,
                 "y1": 1,
@@ -215,14 +220,15 @@ def _drawn(timeline_bars: TimelineBars, in_words: Mapping[int, str]) -> Drawing:
         ],
         "annotations": [
             above | {"x": 0, "text": "forward"},
-            above | {"x": timeline_bars.turn, "text": "backward", "xshift": 4},
+            above | {"x": turn, "text": "backward", "xshift": 4},
         ],
     }
     height = AROUND + 30 + ROW * len(names)
-    return Drawing([_lane(timeline_bars, lane) for lane in timeline_bars.lanes], layout, height)
+    lanes = [_lane(timeline_bars, lane, unit_seconds) for lane in timeline_bars.lanes]
+    return Drawing(lanes, layout, height)
 
 
-def _lane(timeline_bars: TimelineBars, lane: str) -> Words:
+def _lane(timeline_bars: TimelineBars, lane: str, unit_seconds: float) -> Words:
     """The bars of one lane: a rank's own above, below them each kind of link."""
     lane_bars = [bar for bar in timeline_bars.bars if bar.lane == lane]
     links = [name for name in timeline_bars.lanes if name not in OWN]
@@ -233,8 +239,8 @@ def _lane(timeline_bars: TimelineBars, lane: str) -> Words:
         "orientation": "h",
         "y": [bar.row + shift for bar in lane_bars],
         "width": thick,
-        "base": [bar.start for bar in lane_bars],
-        "x": [bar.seconds for bar in lane_bars],
+        "base": [bar.start / unit_seconds for bar in lane_bars],
+        "x": [bar.seconds / unit_seconds for bar in lane_bars],
         "marker": {"color": colour(LANES[lane])},
         **hover([bar.note for bar in lane_bars]),
     }
