@@ -118,6 +118,29 @@ def test_exchanges_of_a_team_arrive_whole_as_a_collective_or_in_rounds():
     assert few == on_a_host == many
 
 
+def exchange_with_ranks_that_do_not_wait(rank: int) -> bool:
+    transport = transport_for(None)
+    n = transport.world_size
+    sizes = [[400_000 if dst < src else 200_000 for dst in range(n)] for src in range(n)]
+    coming = tuple(row[rank] for row in sizes)
+    leaving = torch.cat([filled(size, 10 * rank + dst) for dst, size in enumerate(sizes[rank])])
+    arriving = torch.empty(sum(coming), dtype=torch.uint8)
+    both = tuple(sizes[rank]), coming
+    messages = TeamMessages(leaving, arriving, both, range(n), "all", 400_000)
+    handle = transport.exchange_all(messages)
+    for waits_first in (True, False):
+        if waits_first == (rank == 0):
+            handle.wait()
+        dist.barrier()
+    transport.finish()
+    expected = torch.cat([filled(size, 10 * src + rank) for src, size in enumerate(coming)])
+    return torch.equal(arriving, expected)
+
+
+def test_an_uneven_exchange_of_a_team_is_sent_at_once():
+    assert run_processes(4, exchange_with_ranks_that_do_not_wait) == [True] * 4
+
+
 def overtake_on_another_lane(rank: int) -> int:
     transport = transport_for(None)
     slow, fast = filled(8, 0), filled(8, 0)

@@ -40,6 +40,10 @@ _OWN_TAGS, _LANE_BITS = 2**30, 30 - TAG_BITS
 # As LAUNCHES_IN_FLIGHT, on gloo: it tells of a finished send only to a wait, which blocks the host,
 # so one more launch is left to itself.
 _UNWAITED = 2
+# In rounds go messages of which the smallest is at least this share of the largest, and any up to a
+# size. A round ends with its largest message: who is done with a small one meets others' next.
+EVEN = 0.75
+EVEN_IF_SMALL = 1 << 18
 # Of exchanges of teams that go pairwise: their sends lie between those of other launches.
 _PAIRWISE_LANE = 2
 _RECORD_DIGEST_BYTES = 16
@@ -274,9 +278,13 @@ class DistTransport:
         rounds = [(sent[(place + i) % n], received[(place - i) % n]) for i in range(1, n)]
         self.bytes_sent += sum(x.tensor.nbytes for x, _ in rounds if x)
         self.messages_sent += sum(x is not None for x, _ in rounds)
-        self._pairwise = PairwiseExchange(rounds, self._post_one)
-        self._receiving.append(self._pairwise)
-        return self._pairwise
+        self._pairwise = exchange = PairwiseExchange(rounds, self._post_one)
+        self._receiving.append(exchange)
+        num_bytes = [x.tensor.nbytes if x else 0 for pair in rounds for x in pair]
+        largest = max(num_bytes)
+        if largest > EVEN_IF_SMALL and min(num_bytes) < EVEN * largest:
+            self._release(exchange)
+        return exchange
 
     def _release(self, pairwise: PairwiseExchange) -> None:
         pairwise.release()
