@@ -52,6 +52,19 @@ def test_the_number_of_results_that_wait_is_written(most: int):
     assert "waiting" not in tw.show(plan) + tw.to_json(plan)  # versions of before read these
 
 
+def test_a_plan_of_plans_lets_as_few_results_wait_as_they_do():
+    lean = tw.mesh(4).changed(waiting_results=1)
+    leaner = tw.ring(2).changed(waiting_results=0)
+    assert tw.ulysses(2, lean).waiting_results == 1
+    assert tw.ulysses(2, tw.ulysses(2, lean)).waiting_results == 1
+    assert tw.ulysses(2, tw.ulysses(2, tw.mesh(4)).changed(waiting_results=0)).waiting_results == 0
+    assert tw.hierarchical(leaner, lean).waiting_results == 0
+    assert tw.hierarchical(tw.ring(2), lean).waiting_results == 1
+    assert tw.hierarchical(tw.ring(2), tw.mesh(4)).waiting_results is None
+    tuned = tw.ulysses(2, lean).tuned(8, 2)
+    assert tuned.waiting_results == 1 and tuned.in_backward().waiting_results == 1
+
+
 def test_a_wrong_number_of_waiting_results_is_named():
     with pytest.raises(ValueError, match=r"waiting_results \(-1\) must be at least 0"):
         tw.ring(2).changed(waiting_results=-1)

@@ -203,7 +203,16 @@ def hierarchical(outer: Plan, inner: Plan) -> Plan:
     traits = Traits(
         (*inner.traits.shifts, *outer_shifts), tuning=tuning, backward_order=order, proven=proven
     )
-    return Plan(name, n, 1, own_shards(n), script=_script(outer, inner), traits=traits)
+    asked = [x.waiting_results for x in (outer, inner) if x.waiting_results is not None]
+    return Plan(
+        name,
+        n,
+        1,
+        own_shards(n),
+        script=_script(outer, inner),
+        waiting_results=min(asked, default=None),
+        traits=traits,
+    )
 
 
 def _in_backward(outer: Plan, inner: Plan) -> Plan:

@@ -45,6 +45,7 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
     degree = whole_number("degree", degree)
     if inner.traits.head_split is not None:  # two exchanges in a row would send everything twice
         inner_degree, innermost = inner.traits.head_split
+        innermost = innermost.with_waiting_results(inner.waiting_results)
         return ulysses(degree * inner_degree, inner=innermost)
     whole_shards = inner.owners == own_shards(inner.world_size) and not inner.cuts
     if not whole_shards or inner.num_head_groups > 1 or inner.made_for:
@@ -123,8 +124,16 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
         exchanges=exchanges,
         whole_rows=whole_rows,
     )
-    plan_arguments = {"script": script, "default_save": save, "traits": traits}
-    return Plan(name, n, degree, own_shards(n), **plan_arguments)
+    return Plan(
+        name,
+        n,
+        degree,
+        own_shards(n),
+        script=script,
+        default_save=save,
+        waiting_results=inner.waiting_results,
+        traits=traits,
+    )
 
 
 def _in_backward(degree: int, inner: Plan) -> Plan:
