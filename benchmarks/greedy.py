@@ -21,7 +21,7 @@ from tilewise.arguments import require_range
 from tilewise.plan.payload import ShardWeights
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
 from tilewise.strategies.mesh_schedules.model import seconds_of, transfer_bytes
-from tilewise_tools.naming import Parser, naming, run_script
+from tilewise_tools.naming import Parser, run_script
 
 TILES = tuple((a, b) for a in (2, 3, 4) for b in range(2, 9))
 RATIOS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0, 16.0)
@@ -120,8 +120,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="every row as a line of JSON")
     given = parser.parse_args()
     tiles = [read_tile(tile) for tile in given.tiles.split(",")]
-    with naming("--ratios"):
+    try:
         ratios = [float(ratio) for ratio in given.ratios.split(",")]
+    except ValueError:
+        raise ValueError(f"--ratios ({given.ratios!r}) must be numbers, as in 0.5,1,2") from None
     require_range("--ratios", min(ratios), least=0)
     if given.json:
         for row in table(tiles, ratios):

@@ -42,8 +42,10 @@ def read_csv(path: Path) -> tuple[list[Row], int]:
     """The rows of a file, and how many of its lines were not whole."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: {error}") from None
     reader = csv.DictReader(io.StringIO(text))
     names = reader.fieldnames or []
     if set(names) >= DISTRIBUTED:

@@ -79,15 +79,17 @@ def main() -> None:
     given = parser.parse_args()
     if given.picture:
         require("matplotlib", "--picture")
+        if given.picture.suffix != ".png":
+            raise ValueError(f"--picture ({given.picture}) must be a name that ends in .png")
     with naming("--heads"):
         heads, kv_heads = read_heads(given.heads)
         work = tw.Workload(given.num_tokens, heads, kv_heads, 128, mask=tw.Causal())
     with naming("--machine"):
         machine = tw.Machine.preset(given.machine)
-    if not given.json:
-        print("held  forward ms  forward MB  backward ms  backward MB")
     table = []
     for row in rows(work, machine, given.ranks, given.q_tile):
+        if not table and not given.json:
+            print("held  forward ms  forward MB  backward ms  backward MB")
         table.append(row)
         text = (
             f"{row.held:4} {row.forward_seconds * 1e3:11.3f} {row.forward_bytes / 1e6:11.1f} "

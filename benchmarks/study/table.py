@@ -109,7 +109,7 @@ def bar_chart(
         Series(part, [*sizes], [*sizes.values()], [quantity(x, unit) for x in sizes.values()], i)
         for i, (part, sizes) in enumerate(parts.items())
     ]
-    return Figure(name, title, caption, bars(axis("", unit), unit, series))
+    return Figure(name, title, caption, bars(axis(""), unit, series))
 
 
 def shown(value: Value, unit: str) -> str:

@@ -170,7 +170,10 @@ def _call(text: str, make: Callable[..., Any], args: list[Any], words: dict[str,
     numbers = [x for x in given if type(x) is int and x > 0]
     inner = [x.world_size for x in given if isinstance(x, Plan)]
     if make in STRATEGIES.values() and math.prod([*numbers, *inner]) > LARGEST:
-        raise ValueError(f"{make.__name__} of {numbers + inner} is over {LARGEST} in all")
+        raise ValueError(
+            f"{make.__name__} of {numbers + inner} is too large: multiplied they must be at most "
+            f"{LARGEST}"
+        )
     signature = inspect.signature(make)
     try:
         if make not in WIRES.values() and any(isinstance(x, bool) for x in args):

@@ -53,7 +53,7 @@ def module_of(text: str) -> ModuleType:
         sys.path.append(folder)
     try:
         module = importlib.import_module(path.stem if is_file else text)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{text} is no module that can be imported: {_said(error)}") from None
     if is_file and Path(module.__file__ or "").resolve() != path.resolve():
         raise ValueError(f"{text}: another module is named {path.stem}; rename the file")
@@ -103,11 +103,11 @@ def called(text: str, make: Callable[..., Any], *given: Any) -> Any:
         raise ValueError(f"{text} is no function, but {type(make).__name__}")
     try:
         return make(*given)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{text} failed: {_said(error)}") from error
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     """Return the text of an error of code outside the package, with the line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     is_theirs = "importlib" not in last.filename and last.filename != __file__

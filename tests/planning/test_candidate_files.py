@@ -218,7 +218,7 @@ def test_simulate_command_tells_both_passes(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "message"),
     (
-        (["--machine", "h100x7"], "presets are"),
+        (["--machine", "h100x7"], "or a preset: a100"),
         (["--heads", "8:3"], "num_heads (8)"),
         (["--memory", "much"], "--memory ('much')"),
         (["--memory", "1kB"], "needs least"),

@@ -34,6 +34,10 @@ def causal(num_tokens):
 
 def broken(number):
     return number / 0
+
+
+def leaves(num_tokens):
+    raise SystemExit(3)
 """
 CONFIG = {
     **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64},
@@ -149,9 +153,25 @@ BAD = (
     ("report results.jsonl --num-tokens 4K -o made/p.html", "options such as --num-tokens"),
     ("report plan.json --num-tokens 4K -o plan.json", "--output would write over plan.json"),
     ("report results.jsonl -o p.html --csv results.jsonl", "--csv would write over results.jsonl"),
-    ("report results.jsonl -o p.html --csv p.html", "p.html: --output writes it; name another"),
+    ("report results.jsonl -o p.html --csv p.html", "write over p.html, which another argument"),
+    ("report plan.json --mask mine.py:mask -o mine.py", "--output would write over mine.py, which"),
+    ("report plan.json --machine m.toml -o m.toml", "--output would write over m.toml, which"),
     ("simulate plan.json --num-tokens 4K --trace plan.json", "--trace would write over plan.json"),
-    ("explain results.jsonl -o x --trace x", "--trace would write over x: --output writes it"),
+    ("simulate mine.py:plan --num-tokens 4K --trace mine.py", "--trace would write over mine.py"),
+    ("explain results.jsonl -o x --trace x", "--output would write over x, which another"),
+    ("explain . -o results.jsonl", "--output would write over results.jsonl, which another"),
+    (
+        "plan --world-size 2 --num-tokens 2K --mask mine.py:mask -o mine.py",
+        "--output would write over mine.py, which another argument names; name another file",
+    ),
+    ("plan --world-size 2 --num-tokens 2K --machine m.toml -o m.toml", "would write over m.toml"),
+    ("parity mine.py:ring --html mine.py", "--html would write over mine.py, which another"),
+    ("simulate ring(4) --num-tokens 4K --mask mine.py:leaves", "leaves failed: SystemExit: 3 ("),
+    ("simulate needd --num-tokens 4K --world-size 2", "tree, needed, tiled"),
+    ("simulate . --num-tokens 4K", ". is a folder; name a plan's file in it"),
+    ("simulate ring(4) --num-tokens 4K --machine .", "--machine ('.') is a folder; name a"),
+    ("simulate ring(100000000) --num-tokens 4K", "multiplied they must be at most 1048576"),
+    ("show ring(4) --num-tokens 1K", "--num-tokens is of a plan pruned by --mask; add it"),
     ("report plan.json --csv made/rows.csv -o made/p.html", "--csv writes a benchmark's rows"),
     ("bench strategies --quick --num-tokens 2K --tokens-per-rank 1K", "--tokens-per-rank both say"),
     ("bench strategies --quick --cases cases.toml", "--quick and --cases both say what to run"),

@@ -223,7 +223,10 @@ def load_candidate(path: str | Path) -> Candidate:
     data = read_json(path)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found_format = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"{path} is no candidate: its format is {found_format!r}, not {FORMAT!r}")
+        raise ValueError(
+            f"{path} is no candidate, such as tilewise plan -o writes: its format is "
+            f"{found_format!r}, not {FORMAT!r}"
+        )
     return _candidate(data, str(path))
 
 

@@ -310,5 +310,6 @@ class PairSearch:
         return (
             f"memory_bytes ({self.memory}) is too little for a rank of any plan; "
             f"{names} (save={leanest.save!r}) "
-            f"needs least, {leanest.peak_bytes} bytes: give as many, or use more ranks"
+            f"needs least, {leanest.peak_bytes} bytes ({-(-leanest.peak_bytes >> 20)} MiB): give "
+            "as many, or use more ranks"
         )

@@ -8,7 +8,6 @@ import typer
 from tilewise.recording import FOLDER
 from tilewise_tools.cli.options import AsJson, option, read_machine_option, read_plans
 from tilewise_tools.cli.output import (
-    check_apart,
     check_writable,
     print_error,
     print_json,
@@ -55,13 +54,13 @@ def explain(
     tw.record(cp) writes the rows. They are joined with the simulation of the same passes.
     """
     with refusing_bad_input():
-        check_apart(paths or (), {"--output": output, "--trace": trace})
-        check_writable("--output", output)
-        check_writable("--trace", trace)
+        paths = paths or [Path(FOLDER)]
+        check_writable("--output", output, (paths, plan, machine, trace))
+        check_writable("--trace", trace, (paths, plan, machine))
         if output is not None:
             require("plotly", "tilewise explain -o")
         named = None if machine is None else read_machine_option(machine)
-        run = read_run(paths or [Path(FOLDER)])
+        run = read_run(paths)
         expected = None
         if plan is not None:
             with naming("--plan"):

@@ -122,7 +122,7 @@ def mask(options: MaskOptions) -> None:
     with refusing_bad_input({"world_size": "--world-size", "corpus": "--corpus"}):
         if png:
             require("matplotlib", "tilewise mask --png")
-        check_writable("--png", png)
+        check_writable("--png", png, options)
         if png and png.suffix.lower() != PNG:
             raise ValueError(f"--png ({str(png)!r}) must be a name that ends in {PNG}")
         with working(f"{name} on {options.world_size} ranks"):

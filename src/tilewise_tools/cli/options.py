@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import asdict, dataclass, replace
+from os.path import isdir, isfile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Self
@@ -257,6 +258,11 @@ def read_plans(
         return aware.plan(mask, layout, kv_bytes), None
     if is_outside(text):
         return plan_of(text, world_size, ranks_option), None
+    if isdir(text):
+        raise ValueError(f"{text} is a folder; name a plan's file in it")
+    if text.isidentifier() and text not in STRATEGIES:
+        known = ", ".join((*STRATEGIES, *(entry.name for entry in MASK_AWARE)))
+        raise ValueError(f"strategy {text!r} is not known; take one of {known}")
     if Path(text).suffix != PLAN_FILE:
         require_no_file(text, "a plan, or a function of the number of ranks")
         return read_plan(text, world_size, ranks_option), None
@@ -273,10 +279,11 @@ def read_machine_option(name: str | None) -> Machine:
     """A preset, or the machine of a file; None: the usual preset."""
     if name is None or name in Machine.presets():
         return Machine.preset(name or MACHINE)
-    if Path(name).is_file():
+    if isfile(name):
         with naming("--machine"):
             return Machine.load(name)
+    what = "is a folder" if isdir(name) else "is neither a preset nor a file"
     raise ValueError(
-        f"--machine ({name!r}) is neither a preset nor a file; presets are "
+        f"--machine ({name!r}) {what}; name a machine's file, or a preset: "
         f"{', '.join(Machine.presets())}"
     )

@@ -4,7 +4,9 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from itertools import count
+from os.path import isdir
 from pathlib import Path
 from threading import Timer
 from types import MappingProxyType
@@ -25,6 +27,7 @@ from rich.table import Table
 
 from tilewise_tools.doctor import MissingExtraError, require
 from tilewise_tools.naming import in_one_line
+from tilewise_tools.outside import is_outside
 from tilewise_tools.report.words import quantity
 
 T = TypeVar("T")
@@ -77,15 +80,23 @@ def write_output(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def check_writable(option: str, path: Path | None, *, makes_folders: bool = False) -> None:
+def check_writable(
+    option: str, path: Path | None, given: Any = (), *, makes_folders: bool = False
+) -> None:
     """Refuse a file that could not be written in the end, before the work begins.
 
     Args:
         option: the option that names the file, for messages.
+        given: the command's arguments, in tuples and dataclasses, path among them or not: a file
+            that another one names is not written over.
         makes_folders: folders that are missing will be made.
     """
     if path is None:
         return
+    if any(other.resolve() == path.resolve() for other in _named_files(given, path)):
+        raise ValueError(
+            f"{option} would write over {path}, which another argument names; name another file"
+        )
     if makes_folders and not path.parent.exists():
         return check_writable(option, path.parent, makes_folders=True)
     if not path.parent.is_dir():
@@ -98,19 +109,22 @@ def check_writable(option: str, path: Path | None, *, makes_folders: bool = Fals
         )
 
 
-def check_apart(inputs: Iterable[Path], outputs: Mapping[str, Path | None]) -> None:
-    """Refuse a file that would be written over: an input, or another output.
-
-    Args:
-        outputs: the files that will be written, by their options.
+def _named_files(given: Any, but: Path) -> Iterator[Path]:
+    """Yield what arguments name that may be a file: paths, FILE.py of FILE.py:name, and rows of a
+    folder.
     """
-    taken = {path.resolve(): "the command reads it" for path in inputs}
-    for option, path in outputs.items():
-        if path is None:
-            continue
-        if why := taken.get(path.resolve()):
-            raise ValueError(f"{option} would write over {path}: {why}; name another file")
-        taken[path.resolve()] = f"{option} writes it"
+    if given is but:
+        return
+    if is_dataclass(given):
+        given = tuple(vars(given).values())
+    if isinstance(given, list | tuple):
+        for one in given:
+            yield from _named_files(one, but)
+    elif isinstance(given, str | Path):
+        file, _, _ = str(given).rpartition(":") if is_outside(str(given)) else (str(given), "", "")
+        yield Path(file)
+        if isdir(file):
+            yield from Path(file).glob("*.jsonl")
 
 
 def check_folder(option: str, folder: Path | None) -> None:

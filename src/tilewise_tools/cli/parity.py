@@ -45,7 +45,7 @@ def parity(
 ) -> None:
     """Compare a split model with the unsplit one: which layer deviates first, and why."""
     with refusing_bad_input({"timeout": "--timeout", "world_size": "--world-size"}):
-        check_writable("--html", html)
+        check_writable("--html", html, function)
         make = load(function) if is_outside(function) else None
         if not callable(make):
             raise ValueError(f"{function!r} must be FILE.py:NAME of a function")

@@ -66,11 +66,11 @@ class PlanOptions(NamedTuple):
 def plan(options: PlanOptions, about: WorkOptions) -> None:
     """Rank the ways to run attention on a cluster by simulated time, and say why the best wins."""
     with refusing_bad_input({**OPTIONS, "preset": "--preset"}):
+        check_writable("--output", options.output, (options, about))
         machine = read_machine_option(about.machine)
         memory = None if options.memory is None else read_bytes("--memory", options.memory)
         preset = options.preset and Workload.preset(options.preset, options.world_size)
         work = workload_of(about, options.world_size, preset or None)
-        check_writable("--output", options.output)
         with naming("--strategy"):
             asked_plans = [
                 read_plans(text, options.world_size, about)[0] for text in options.strategy or ()

@@ -22,7 +22,6 @@ from tilewise_tools.cli.options import (
     workload_of,
 )
 from tilewise_tools.cli.output import (
-    check_apart,
     check_folder,
     check_writable,
     print_json,
@@ -83,9 +82,8 @@ def _report(options: ReportOptions, about: WorkOptions) -> None:
         if folder := next((path for path in files if path.is_dir()), None):
             raise ValueError(f"{folder} is a folder; give a file in it")
         page = files[0].with_suffix(PAGE) if options.output is None else options.output
-        check_apart(files, {"--output": page, "--csv": csv})
-        check_writable("--output", page, makes_folders=True)
-        check_writable("--csv", csv, makes_folders=True)
+        check_writable("--output", page, (files, csv, about), makes_folders=True)
+        check_writable("--csv", csv, (files, page, about), makes_folders=True)
         check_folder("--png", options.png)
         with working("reading") as progress:
             report = read(

@@ -149,8 +149,9 @@ def show(options: ShowOptions, about: WorkOptions) -> None:
             for line in code_lines(_work(plan, planned, about), plan, options):
                 print_plain(line)
             return
-        if about.mask is None and not plan.made_for and (about.num_tokens or about.layout):
-            raise ValueError("--layout and --num-tokens are of a plan pruned by --mask; add it")
+        unused = [x for x in ("num_tokens", "layout") if getattr(about, x) is not None]
+        if about.mask is None and not plan.made_for and unused:
+            raise ValueError(f"{OPTIONS[unused[0]]} is of a plan pruned by --mask; add it")
         if plan.world_size > MOST_RANKS:
             raise ValueError(f"{plan.world_size} ranks cannot be shown, at most {MOST_RANKS} can")
         if rank is not None:

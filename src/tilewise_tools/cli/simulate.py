@@ -24,7 +24,6 @@ from tilewise_tools.cli.options import (
 from tilewise_tools.cli.output import (
     as_bytes,
     as_seconds,
-    check_apart,
     check_writable,
     print_json,
     refusing_bad_input,
@@ -53,9 +52,7 @@ def _simulate(options: SimulateOptions, about: WorkOptions) -> None:
     A plan file also says the backward plan, the workload and the machine; options replace them.
     """
     with refusing_bad_input(OPTIONS):
-        read = (options.plan, options.backward_plan, about.machine)
-        check_apart([Path(text) for text in read if text], {"--trace": options.trace})
-        check_writable("--trace", options.trace)
+        check_writable("--trace", options.trace, (options, about))
         plan, planned = read_plans(options.plan, options.world_size, about)
         candidate_machine = planned.machine if planned and about.machine is None else None
         machine = candidate_machine or read_machine_option(about.machine)

@@ -43,7 +43,9 @@ def _config(data: Mapping[str, Any]) -> Any:
     kind = data.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         what = "is missing" if kind is None else f"({kind!r}) is not known to transformers"
-        raise ValueError(f"model_type {what}; its code says what is held in memory")
+        raise ValueError(
+            f"model_type {what}; its code says what is held in memory: give a model's config.json"
+        )
     if isinstance(data.get("text_config"), dict):
         raise ValueError(
             f"model_type ({kind}) has a text_config beside what sees images or hears: write the "
@@ -54,7 +56,10 @@ def _config(data: Mapping[str, Any]) -> Any:
     except Exception as error:  # whatever the fields make a configuration's code raise
         raise ValueError(f"transformers refuses it: {_brief(error)}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"model_type ({kind}) has no model that predicts the next token")
+        raise ValueError(
+            f"model_type ({kind}) has no model that predicts the next token; "
+            "give the config.json of one that has, such as llama's"
+        )
     error = refused_model(config)
     if error is not None:
         raise ValueError(error)

@@ -71,9 +71,10 @@ HEADERS = MappingProxyType({"heads": "heads q:kv", "tflops": "speed of a device"
 
 
 def _shown(row: Row) -> Row:
-    """A row with its heads in one field, and the speed that charts show."""
+    """A row with its heads in one field, whether it is wrong, and the speed that charts show."""
     heads = f"{row['num_heads']}:{row.get('num_kv_heads')}" if row.get("num_heads") else ""
-    return {**row, "heads": heads, "tflops": speed(row)}
+    outcome = "wrong" if row.get("is_exact") is False else row.get("outcome")
+    return {**row, "heads": heads, "outcome": outcome, "tflops": speed(row)}
 
 
 def _text(name: str, value: Any) -> str:
