@@ -21,6 +21,7 @@ from benchmarks.paper_grid import attention2d
 from benchmarks.paper_scaling import longca
 from benchmarks.paper_times import mesh_times
 from benchmarks.paper_volume import mesh_volume
+from tilewise_tools.cli.output import table_console
 from tilewise_tools.naming import Parser, run_script
 
 STUDIES: MappingProxyType[str, Study] = MappingProxyType(
@@ -38,19 +39,25 @@ def claims_table(paper: Paper) -> Table:
     Of which topology: what a double ring reaches. Of which bytes: ours over the best plan of a
     ring's bytes.
     """
-    table = Table(title=f"{paper.name} ({paper.source})", title_justify="left", box=SIMPLE_HEAD)
+    table = Table(
+        title=f"{paper.name} ({paper.source})",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1),
+        show_edge=False,
+    )
     for name in ("", "claim", "on"):
         table.add_column(name)
     for name in ("paper", "ours", "off by", "of which topology", "of which bytes", "our best"):
-        table.add_column(name, justify="right")
-    table.add_column("by")
+        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
+    table.add_column("by", no_wrap=True)
     for number, claim in enumerate(paper.claims, 1):
         table.add_row(
             *(str(number), claim.what, claim.where, figure(claim.claimed, claim.unit)),
             *(figure(claim.found, claim.unit), claim.off),
             figure(claim.topology, claim.unit),
             f"{claim.by_bytes:+.1f} points" if claim.unit == "%" else figure(claim.by_bytes, "x"),
-            *(figure(claim.best, claim.unit), claim.best_plan),
+            *(figure(claim.best, claim.unit), claim.best_plan.replace(" x mesh", "\nx mesh")),
         )
     return table
 
@@ -97,7 +104,7 @@ def main() -> None:
     wanted = given.only.split(",")
     if unknown := [name for name in wanted if name not in STUDIES]:
         parser.error(f"--only {unknown[0]!r} is not known; take some of {', '.join(STUDIES)}")
-    console = Console(width=190)
+    console = table_console(100)
     with ProcessPoolExecutor(min(2, len(wanted))) as pool:
         papers = list(pool.map(_run, wanted))
     if given.json:

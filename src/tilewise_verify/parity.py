@@ -331,9 +331,11 @@ def _through_tilewise(model: nn.Module, inputs: Mapping[str, Any]) -> Split:
     mask = inputs.get("attention_mask")
     harmless = {"use_cache"} | ({"attention_mask"} if mask is None or bool(mask.all()) else set())
     if set(inputs) - harmless != {"input_ids", "labels"}:
+        lacks = [name for name in ("input_ids", "labels") if name not in inputs]
+        what = f"lacks {' and '.join(lacks)}" if lacks else f"has {', '.join(sorted(inputs))}"
         raise ValueError(
-            f"inputs has {', '.join(sorted(inputs))}; pass input_ids and labels alone, from which "
-            "tilewise makes the rest, or a split of your own"
+            f"inputs {what}; pass input_ids and labels alone, from which tilewise makes the rest, "
+            "or a split of your own"
         )
     return _tilewise_share
 

@@ -53,7 +53,7 @@ def test_the_kernels_milliseconds_are_those_of_the_rows():
     assert (min(ours), max(ours), min(dense), max(dense)) == (least, most, dense_least, dense_most)
     (window,) = rounded(found["sliding_window_causal", "cpu"])
     (prefix,) = rounded(found["prefix_lm_causal", "cpu"])
-    assert numbers_after("results.md", "Windows gain less") == [window, prefix]
+    assert numbers_after("results.md", "A causal window gains less") == [window, prefix]
 
 
 def test_the_labs_table_is_that_of_the_rows():
