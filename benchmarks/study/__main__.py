@@ -87,7 +87,9 @@ class StudyOptions(NamedTuple):
         list[str],
         typer.Argument(help=f"{', '.join((*STUDIES, *KEPT))}; or all.", show_default=False),
     ]
-    draws: Annotated[int | None, option("Of the documents, in contexts; 10.", min=1)] = None
+    draws: Annotated[
+        int | None, option("Of the documents, in contexts; from 10 to none.", min=1)
+    ] = None
     draw: Annotated[
         str | None, option("Whose sampler draws them, in contexts: tilewise, or longca.")
     ] = None
@@ -112,7 +114,7 @@ class StudyOptions(NamedTuple):
 def _study(options: StudyOptions, about: WorkOptions) -> None:
     """Run the papers' studies.
 
-    All but the measured memory and train is simulated. contexts takes half a day of two cores
+    All but the measured memory and train is simulated. contexts takes an hour of two cores
     where no row is there yet: what is done is kept, the same command goes on, and fewer --draws or
     some --method take less. The others take minutes; one that is stopped goes on too.
     """
@@ -145,7 +147,7 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
                 contexts(
                     own_work,
                     machine,
-                    draws=options.draws or 10,
+                    draws=options.draws,
                     sampler=options.draw or "tilewise",
                     methods=options.method or (),
                     path=options.rows or ROWS,
