@@ -20,7 +20,7 @@ from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.simulator import simulate_pass
 from tilewise.strategies.mesh_schedules.greedy import least_held
 from tilewise_tools.doctor import require
-from tilewise_tools.naming import Parser, naming, new_file, run_script, whole_number
+from tilewise_tools.naming import Parser, naming, new_file, require_png, run_script, whole_number
 from tilewise_verify.palette import chart_style
 
 
@@ -79,8 +79,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.picture:
         require("matplotlib", "--picture")
-        if given.picture.suffix != ".png":
-            raise ValueError(f"--picture ({given.picture}) must be a name that ends in .png")
+        require_png("--picture", given.picture)
     with naming("--heads"):
         heads, kv_heads = read_heads(given.heads)
         work = tw.Workload(given.num_tokens, heads, kv_heads, 128, mask=tw.Causal())

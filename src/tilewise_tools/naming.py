@@ -81,6 +81,12 @@ def new_file(text: str) -> Path:
     return path
 
 
+def require_png(option: str, path: Path) -> None:
+    """Raise ValueError unless a picture's name ends in .png."""
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"{option} ({str(path)!r}) must be a name that ends in .png")
+
+
 def run_script(main: Callable[[], object], **names: str) -> Never:
     """Run a script and end the process; bad input is one line, and code 2.
 

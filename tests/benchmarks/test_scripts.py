@@ -60,7 +60,7 @@ BAD = (
     ("strategy_pictures", "made", "folder: made is no folder; make it first"),
     ("support", "--write --check", "--check: not allowed with argument --write"),
     ("team_exchange", "--hosts 3000", "--hosts (3000) must be from 1 to 250"),
-    ("memory", "--ranks 8 --picture made.jpg", "--picture (made.jpg) must be a name that ends"),
+    ("memory", "--ranks 8 --picture made.jpg", "--picture ('made.jpg') must be a name that ends"),
     ("greedy", "--ratios abc", "--ratios ('abc') must be numbers, as in 0.5,1,2"),
     ("longca", "no.csv -o made.jsonl", "no.csv cannot be read: No such file or directory"),
     ("team_exchange", "--hosts 1", "--hosts (1) must be at least 2"),

@@ -85,6 +85,13 @@ def test_under_documents_one_rank_of_a_head_team_stands_for_all_if_that_is_asked
             assert found.sent_bytes >= every.sent_bytes
         ring = simulate(tw.ring(16), work, cluster, exact=False)
         assert ring.symmetries[0].members == 1
+    equal = (0, 96, 352, 768, 1024)  # multiples of 32: every shard has 64 tokens
+    layout = tw.zigzag_documents(equal, 16)
+    for mask in (tw.Document(equal), tw.Document(equal) & tw.Causal()):
+        work = replace(work, layout=layout, mask=mask)
+        every, found = (simulate(plan, work, cluster, exact=e) for e in (None, False))
+        assert found.seconds == pytest.approx(every.seconds, rel=1e-6)
+        assert found.total_bytes_by_link == every.total_bytes_by_link
     by_head = replace(work, mask=tw.PerHead((tw.Full(), *[tw.Causal()] * 7)), num_kv_heads=8)
     found = simulate(plan, by_head, cluster, exact=False)
     assert found.symmetries[0].members == 1

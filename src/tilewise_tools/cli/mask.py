@@ -33,6 +33,7 @@ from tilewise_tools.doctor import require
 from tilewise_tools.mask_report.figures import LAYOUTS, MaskCase, imbalance, load
 from tilewise_tools.mask_report.named import CORPUS, DRAWN, Axes, mask_of
 from tilewise_tools.mask_report.view import MaskView, colours, draw, painted, view
+from tilewise_tools.naming import require_png
 from tilewise_verify.palette import ink_on, rank_colours
 
 SIGNS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -84,7 +85,6 @@ def _color(rgb: np.ndarray) -> Color:
 
 
 CELLS, TEXT_CELLS = (360, 180), 64  # a picture's table has 360 x 360 pixels
-PNG = ".png"
 MOST_TOKENS = 1 << 26  # each one's rank is kept
 MOST_BYTES = 120_000  # of a picture; a speckled one is drawn with larger cells
 HEADS, HEAD_DIM = 32, 128
@@ -122,9 +122,8 @@ def mask(options: MaskOptions) -> None:
     with refusing_bad_input({"world_size": "--world-size", "corpus": "--corpus"}):
         if png:
             require("matplotlib", "tilewise mask --png")
-        check_writable("--png", png, options)
-        if png and png.suffix.lower() != PNG:
-            raise ValueError(f"--png ({str(png)!r}) must be a name that ends in {PNG}")
+            check_writable("--png", png, options)
+            require_png("--png", png)
         with working(f"{name} on {options.world_size} ranks"):
             drawn_mask, layout, plan, figures = _measured(options)
     n = options.world_size

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Self
 import typer
 
 from tilewise import masks
-from tilewise.arguments import require_range
+from tilewise.arguments import require_known, require_range
 from tilewise.expressions import (
     MASKS,
     NO_WIRE,
@@ -260,9 +260,8 @@ def read_plans(
         return plan_of(text, world_size, ranks_option), None
     if isdir(text):
         raise ValueError(f"{text} is a folder; name a plan's file in it")
-    if text.isidentifier() and text not in STRATEGIES:
-        known = ", ".join((*STRATEGIES, *(entry.name for entry in MASK_AWARE)))
-        raise ValueError(f"strategy {text!r} is not known; take one of {known}")
+    if text.isidentifier():
+        require_known("strategy", text, (*STRATEGIES, *(entry.name for entry in MASK_AWARE)))
     if Path(text).suffix != PLAN_FILE:
         require_no_file(text, "a plan, or a function of the number of ranks")
         return read_plan(text, world_size, ranks_option), None

@@ -121,10 +121,11 @@ def _named_files(given: Any, but: Path) -> Iterator[Path]:
         for one in given:
             yield from _named_files(one, but)
     elif isinstance(given, str | Path):
-        file, _, _ = str(given).rpartition(":") if is_outside(str(given)) else (str(given), "", "")
-        yield Path(file)
-        if isdir(file):
-            yield from Path(file).glob("*.jsonl")
+        text = str(given)
+        path = Path(text.rpartition(":")[0] if is_outside(text) else text)
+        yield path
+        if isdir(path):
+            yield from path.glob("*.jsonl")
 
 
 def check_folder(option: str, folder: Path | None) -> None:
